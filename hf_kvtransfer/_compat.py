@@ -1,0 +1,46 @@
+"""What differs between the supported releases of transformers, each with the condition under which it can go."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers.utils import ModelOutput
+
+
+TRANSFORMERS_VERSION = Version(transformers.__version__).release
+
+# transformers 5.24 renamed the keyword `past_key_values` to `cache`, in `generate` and in every `forward`.
+# Remove together with `cache_keyword` when the oldest supported release is 5.24.
+_HAS_CACHE_KEYWORD = TRANSFORMERS_VERSION >= (5, 24)
+
+
+def cache_keyword(function: "Callable[..., Any] | nn.Module") -> str:
+    """
+    The name under which a model's `forward` or `generate` takes its cache: `"cache"` or `"past_key_values"`.
+
+    Models from remote code may still carry the old name on a release that has the new one, so the signature decides;
+    wrappers that only show `**kwargs` (PEFT, `torch.compile`) follow the release.
+    """
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        parameters = {}  # type: ignore[assignment]
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    return "cache" if _HAS_CACHE_KEYWORD else "past_key_values"
+
+
+def output_cache(output: Any) -> Any:
+    """The cache inside a model output under its name of any release, or `None` when the output has none."""
+    # Asking a model output of a new release for the old name is a deprecated call.
+    renamed = _HAS_CACHE_KEYWORD and isinstance(output, ModelOutput)
+    for name in ("cache",) if renamed else ("cache", "past_key_values"):
+        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if value is not None:
+            return value
+    return None

