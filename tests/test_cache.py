@@ -1,0 +1,118 @@
+"""`TransferredCache` adapts itself to the target on first use, and refuses what would be silently wrong."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_kvtransfer import CacheUseError, ConversionError, KVMapper, TransferredCache
+from hf_kvtransfer._compat import cache_keyword
+
+from .architectures import VOCAB, build
+
+
+def ids(batch=1, tokens=12, seed=1):
+    return torch.randint(3, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def feed(model, tokens, cache=None):
+    return model(input_ids=tokens, use_cache=True, **({} if cache is None else {cache_keyword(model): cache})).logits
+
+
+def identity(model):
+    return KVMapper.for_pair(model, model).set_as_identity()
+
+
+def converted(model, tokens, **kwargs):
+    cache = DynamicCache()  # without a config it keeps every token, past any window
+    feed(model, tokens, cache)
+    return identity(model).convert(cache, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama")
+
+
+def test_it_casts_itself_to_the_targets_dtype(llama):
+    cache = converted(llama, ids())
+    assert cache.layers[0].keys.dtype == torch.float32
+    half = build("llama", dtype=torch.bfloat16)
+    logits = feed(half, ids()[:, -1:], cache)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    torch.testing.assert_close(logits, feed(half, ids())[:, -1:], rtol=0.1, atol=0.5)
+
+
+def test_it_repeats_itself_for_beams_and_return_sequences(llama):
+    tokens = ids(batch=2)
+    cache = converted(llama, tokens)
+    repeated = tokens.repeat_interleave(3, dim=0)
+    logits = feed(llama, repeated[:, -1:], cache)
+    torch.testing.assert_close(logits, feed(llama, repeated)[:, -1:], rtol=1e-4, atol=1e-4)
+    assert cache.layers[0].keys.shape[0] == 6
+
+
+def test_a_batch_that_is_no_multiple_is_refused(llama):
+    with pytest.raises(CacheUseError, match="holds 2 rows, the model feeds a batch of 3; expected a multiple"):
+        feed(llama, ids(batch=3, tokens=1), converted(llama, ids(batch=2)))
+
+
+def test_another_model_is_refused():
+    with pytest.raises(CacheUseError, match=r"holds 2 KV heads × 16 per layer.*has 4 × 16"):
+        feed(build("gpt_neox"), ids(tokens=1), converted(build("llama"), ids()))
+
+
+def test_a_fully_covered_prompt_is_refused_and_new_tokens_are_not(llama):
+    tokens = ids()
+    with pytest.raises(CacheUseError, match="covers all 12 tokens.*hold_back=1"):
+        feed(llama, tokens, converted(llama, tokens, hold_back=0))
+    more = ids(tokens=3, seed=2)
+    logits = feed(llama, more, converted(llama, tokens, hold_back=0))
+    torch.testing.assert_close(logits, feed(llama, torch.cat([tokens, more], 1))[:, -3:], rtol=1e-4, atol=1e-4)
+
+
+def test_sliding_layers_keep_what_their_window_needs_and_count_everything():
+    model = build("gemma3")  # windows of 6 tokens beside full attention
+    tokens = ids(tokens=20)
+    cache = converted(model, tokens)
+    assert [layer.get_seq_length() for layer in cache.layers] == [19, 19, 19]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [5, 19, 5]
+    logits = feed(model, tokens[:, -1:], cache)
+    torch.testing.assert_close(logits, feed(model, tokens)[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_forks_are_independent_and_share_memory_until_they_grow(name):
+    model = build(name)
+    tokens = ids(tokens=15)
+    cache = converted(model, tokens)
+    twin = cache.fork()
+    assert twin.layers[0].keys.data_ptr() == cache.layers[0].keys.data_ptr()
+    first = feed(model, torch.cat([tokens[:, -1:], ids(tokens=4, seed=3)], 1), cache)
+    again = feed(model, torch.cat([tokens[:, -1:], ids(tokens=4, seed=3)], 1), twin)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    cache.reset()
+    assert twin.get_seq_length() == 19
+    assert cache.get_seq_length() == 0
+    assert isinstance(twin, TransferredCache)
+
+
+def test_a_deep_copy_is_a_cache_of_its_own(llama):
+    cache = converted(llama, ids())
+    twin = copy.deepcopy(cache)
+    torch.testing.assert_close(feed(llama, ids()[:, -1:], twin), feed(llama, ids()[:, -1:], cache))
+
+
+def test_it_can_be_made_as_a_dynamic_cache_is(llama):
+    assert TransferredCache(config=llama.config).get_seq_length() == 0
+    pairs = [(torch.zeros(1, 2, 3, 16),) * 2] * 3
+    assert TransferredCache(pairs).get_seq_length() == 3
+
+
+def test_extending_rows_of_another_batch_is_refused(llama):
+    mapper, long = identity(llama), ids(batch=2, tokens=12)
+    cache = converted(llama, ids(batch=1, tokens=6))
+    with torch.no_grad(), pytest.raises(ConversionError, match="`into` holds 1 rows, the source cache 2"):
+        mapper.convert(llama(input_ids=long), into=cache)
