@@ -1,0 +1,389 @@
+"""`KVMapper`: converts the KV cache of one model into that of another."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from .cache import TransferredCache, cached_lengths, extend_cache
+from .config import KVMapperConfig
+from .errors import ConversionError, PairMismatchError
+from .geometry import ModelGeometry, tokenizer_fingerprint
+from .maps import MAPS
+from .pairing import check_model, check_tokenizer, pair_manifest
+from .positions import Positions, resolve_positions
+from .rope import RotaryCodec
+from .saving import load_checked, save_atomically
+from .source import SourceCache, check_finite, read_source_cache
+
+
+class LayerMap(nn.Module):
+    """The maps of one target layer: one for its keys, one for its values."""
+
+    def __init__(self, map_type: str, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.keys = MAPS[map_type](in_features, out_features)
+        self.values = MAPS[map_type](in_features, out_features)
+
+
+class KVMapper(PreTrainedModel):
+    """
+    Converts the KV cache of a source model into a cache of a target model that reads the same tokens.
+
+    Keys are mapped with RoPE removed, values directly (arXiv 2608.03893, §3): `K̂ = rope_T(unrope_S(K) W_K + b_K)`,
+    `V̂ = V W_V + b_V`, per target layer, from the KV heads of the source layers in its support. A mapper belongs to
+    one ordered pair of checkpoints.
+
+    Args:
+        config ([`KVMapperConfig`]): the manifest of the pair.
+
+    Example:
+
+    ```python
+    >>> mapper = KVMapper.from_pretrained("org/qwen3-14b-to-32b")
+    >>> source_cache = source(**inputs).past_key_values
+    >>> output = target.generate(**inputs, past_key_values=mapper.convert(source_cache))
+    ```
+    """
+
+    config_class = KVMapperConfig
+    config: KVMapperConfig
+    base_model_prefix = ""
+    main_input_name = "source_cache"
+    _no_split_modules = ("LayerMap",)
+
+    def __init__(self, config: KVMapperConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList()
+        if config.support:
+            self._build_layers()
+        self._codecs: dict[str, RotaryCodec] = {}
+        self.post_init()
+
+    def _build_layers(self) -> None:
+        source, target = self.config.geometry("source"), self.config.geometry("target")
+        if self.config.map_type not in MAPS:
+            raise PairMismatchError(
+                f"This mapper has the functional form `{self.config.map_type}`; this release knows "
+                f"{sorted(MAPS)}. Upgrade hf_kvtransfer."
+            )
+        _check_support(self.config.support, source, target)
+        self.layers = nn.ModuleList(
+            LayerMap(self.config.map_type, sum(source.layers[index].width for index in support), layer.width)
+            for support, layer in zip(self.config.support, target.layers, strict=True)
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    @classmethod
+    def fit(cls, source: nn.Module, target: nn.Module, dataset: Any = None, **kwargs: Any) -> "KVMapper":
+        """
+        Fits a mapper for a pair of loaded models in closed form. See [`fit_mapper`] for every argument.
+
+        Args:
+            source (`PreTrainedModel`): the model whose caches will be converted.
+            target (`PreTrainedModel`): the model that will use them.
+            dataset (`str`, `datasets.Dataset`, `list[str]`, *optional*):
+                Text to calibrate on; defaults to `HuggingFaceFW/fineweb-edu`, streamed.
+            **kwargs: as in [`fit_mapper`]; `tokenizer` is required.
+
+        Returns:
+            [`KVMapper`]: in evaluation mode, float32, on the CPU.
+        """
+        from .fitting import fit_mapper
+
+        return fit_mapper(source, target, dataset, **kwargs)
+
+    @classmethod
+    def from_statistics(cls, statistics: Any, **kwargs: Any) -> "KVMapper":
+        """
+        Solves a mapper from saved calibration statistics, without touching a model. See [`mapper_from_statistics`].
+
+        Args:
+            statistics ([`CalibrationStatistics`] or `str`): the statistics, or the folder they were saved to.
+            **kwargs: `preset`, `k`, `ridge_lambda`, as in [`mapper_from_statistics`].
+        """
+        from .fitting import mapper_from_statistics
+
+        return mapper_from_statistics(statistics, **kwargs)
+
+    @classmethod
+    def for_pair(
+        cls,
+        source: nn.Module,
+        target: nn.Module,
+        *,
+        tokenizer: Any = None,
+        support: Sequence[Sequence[int]] | None = None,
+    ) -> "KVMapper":
+        """
+        A mapper with the manifest of a pair and without a fit, to be filled by [`~KVMapper.set_as_identity`] or by you.
+
+        Args:
+            source (`PreTrainedModel`): the model whose caches will be converted.
+            target (`PreTrainedModel`): the model that will use them.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer that both models share.
+            support (`list[list[int]]`, *optional*):
+                For every target layer the source layers that it reads; without it the mapper has no maps yet.
+
+        Returns:
+            [`KVMapper`]: with maps of zeros, in evaluation mode.
+        """
+        config = KVMapperConfig(
+            source_geometry=ModelGeometry.from_model(source).to_dict(),
+            target_geometry=ModelGeometry.from_model(target).to_dict(),
+            support=[list(layers) for layers in support] if support is not None else None,
+            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer) if tokenizer is not None else None,
+            **pair_manifest(source, target),
+        )
+        return cls(config).eval()
+
+    @torch.no_grad()
+    def set_as_identity(self) -> "KVMapper":
+        """
+        Makes every target layer a copy of the source layer of the same index, which is exact for a model and itself.
+
+        Returns:
+            [`KVMapper`]: itself.
+
+        Raises:
+            [`PairMismatchError`]: if the two geometries differ.
+        """
+        source, target = self.config.geometry("source"), self.config.geometry("target")
+        shapes = [(layer.kv_heads, layer.head_dim) for layer in source.layers]
+        if shapes != [(layer.kv_heads, layer.head_dim) for layer in target.layers]:
+            raise PairMismatchError(
+                "`set_as_identity` needs the same layers, KV heads and head_dim on both sides; this pair differs: "
+                f"{'; '.join(source.differences(target))}. Fit a mapper instead."
+            )
+        self.config.support = [[index] for index in range(len(shapes))]
+        self.config.map_type, self.config.preset = "linear", "identity"
+        like = next(self.parameters(), torch.empty(0))
+        self._build_layers()
+        for layer in self.layers:
+            maps: Any = layer
+            for part in (maps.keys, maps.values):
+                nn.init.eye_(part.weight)
+                nn.init.zeros_(part.bias)
+        self.to(device=like.device, dtype=like.dtype)
+        return self.eval()
+
+    # -------------------------------------------------------------------------------------------------- conversion
+
+    def convert(
+        self,
+        source_cache: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        target_position_ids: Tensor | None = None,
+        hold_back: int = 1,
+        into: DynamicCache | None = None,
+        source: nn.Module | None = None,
+        target: nn.Module | None = None,
+        tokenizer: Any = None,
+        validate: bool = True,
+    ) -> Any:
+        """
+        Converts a source cache into a cache of the target model.
+
+        Args:
+            source_cache (`Cache` or `ModelOutput`):
+                The source model's cache of any class, or the output that carries it: `[batch, kv_heads, tokens,
+                head_dim]` per layer.
+            attention_mask (`torch.Tensor` of shape `[batch, ≥ tokens]`, *optional*):
+                1 for real tokens, 0 for left padding. Needed when there is padding.
+            position_ids (`torch.Tensor` of shape `[batch or 1, ≥ tokens]`, *optional*):
+                The positions that the source model used, where they differ from counting (or from the mask).
+            target_position_ids (`torch.Tensor` of shape `[batch or 1, ≥ tokens]`, *optional*):
+                The positions that the target will expect; by default those of the mask, as `generate` counts them.
+            hold_back (`int`, *optional*, defaults to 1):
+                How many of the last tokens are left out. The target must read at least one token of the prompt itself
+                to produce its first logits, so 0 is for callers who feed further tokens.
+            into (`DynamicCache`, *optional*):
+                A cache of the target, native or converted, that already holds the first tokens. Only what is missing
+                is converted and appended to it, in place.
+            source (`PreTrainedModel`, *optional*): if given, checked against the mapper's manifest.
+            target (`PreTrainedModel`, *optional*): if given, checked against the mapper's manifest.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): if given, checked against the mapper's manifest.
+            validate (`bool`, *optional*, defaults to `True`):
+                Whether to look for NaN and infinities in the source cache, which costs one pass over it.
+
+        Returns:
+            [`TransferredCache`]: holding `tokens − hold_back` tokens; or `into` itself.
+
+        Raises:
+            [`SourceCacheError`]: if the cache can't be read, is of another geometry or is not finite.
+            [`ConversionError`]: if mask, positions, `hold_back` or `into` don't fit the cache.
+            [`PairMismatchError`]: if a given model or tokenizer is another one than the mapper was fitted for.
+        """
+        self.check_pair(source=source, target=target, tokenizer=tokenizer)
+        if not isinstance(hold_back, int) or isinstance(hold_back, bool) or hold_back < 0:
+            raise ConversionError(
+                f"`hold_back` is {hold_back!r}; expected a whole number of tokens, 0 or more. The default of 1 leaves "
+                "the last token to the target."
+            )
+        if not len(self.layers):
+            raise ConversionError(
+                "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
+                "or `set_as_identity()` for a model and itself."
+            )
+        read = read_source_cache(source_cache, self.config.geometry("source"))
+        positions = resolve_positions(read, self.codec("source"), attention_mask, position_ids, target_position_ids)
+        if validate:
+            check_finite(read, positions.mask)
+
+        result = TransferredCache.for_geometry(self.config.geometry("target")) if into is None else into
+        start = 0 if into is None else self._length_of(into, read.num_tokens)
+        stop = max(read.num_tokens - hold_back, start)
+        # Gradients flow into the mapper while it trains; a converted cache that carried them at inference could not
+        # even be copied.
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            if stop > start:
+                self._convert_range(read.narrow(start, stop - start), positions.narrow(start, stop - start), result)
+        if isinstance(result, TransferredCache):
+            result.mark_coverage(whole_source=hold_back == 0)
+        return result
+
+    def _convert_range(self, source: SourceCache, positions: Positions, result: DynamicCache) -> None:
+        geometry, codec = self.config.geometry("target"), self.codec("target")
+        source_tables = self.codec("source").tables(positions.source, positions.source.device)
+        # Each source layer's content keys are computed once and shared by all target layers that read it.
+        content: dict[int, tuple[Tensor, Tensor]] = {}
+        remaining = _last_use(self.config.support)
+        for index, (layer, support) in enumerate(zip(geometry.layers, self.config.support, strict=True)):
+            maps: Any = self.layers[index]
+            weight = maps.keys.weight
+            for source_layer in support:
+                if source_layer not in content:
+                    keys = self.codec("source").remove(source.keys[source_layer], source_tables, source_layer)
+                    content[source_layer] = (_flat(keys), _flat(source.values[source_layer]))
+            key_features, value_features = (
+                torch.cat([content[i][part].to(weight.device, weight.dtype) for i in support], dim=-1)
+                for part in (0, 1)
+            )
+            shape = (*key_features.shape[:2], layer.kv_heads, layer.head_dim)
+            keys = maps.keys(key_features).view(shape).transpose(1, 2)
+            values = maps.values(value_features).view(shape).transpose(1, 2)
+            keys = codec.apply(keys, codec.tables(positions.target, keys.device), index)
+            if positions.mask is not None:
+                # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
+                real = positions.mask.to(keys.device)[:, None, :, None] != 0
+                keys, values = keys.where(real, 0), values.where(real, 0)
+            dtype = source.keys[0].dtype
+            extend_cache(result, index, keys.to(dtype), values.to(dtype))
+            for source_layer in support:
+                if remaining[source_layer] == index:
+                    del content[source_layer]
+
+    def _length_of(self, into: Any, tokens: int) -> int:
+        """The number of tokens that `into` holds already, after checking that the source can go on from there."""
+        geometry = self.config.geometry("target")
+        if not isinstance(into, DynamicCache):
+            raise ConversionError(
+                f"`into` is a {type(into).__name__}; expected a `DynamicCache` of the target (native or converted), "
+                "which can grow."
+            )
+        lengths = cached_lengths(into.layers)
+        if not lengths:
+            return 0
+        if len(lengths) != len(geometry.layers) or len(set(lengths)) > 1:
+            raise ConversionError(
+                f"`into` holds {sorted(set(lengths))} tokens in its {len(lengths)} layers; expected the same number in "
+                f"each of the target's {len(geometry.layers)} layers. Pass a cache that the target or this mapper made."
+            )
+        if lengths[0] > tokens:
+            raise ConversionError(
+                f"`into` already holds {lengths[0]} tokens, the source cache only {tokens}; expected a source that has "
+                "read at least as far. Pass the source cache of the whole conversation, in the same order."
+            )
+        return lengths[0]
+
+    def forward(self, source_cache: Any, **kwargs: Any) -> Any:
+        """The same as [`~KVMapper.convert`]."""
+        return self.convert(source_cache, **kwargs)
+
+    # ------------------------------------------------------------------------------------------------ the manifest
+
+    def check_pair(
+        self, *, source: nn.Module | None = None, target: nn.Module | None = None, tokenizer: Any = None
+    ) -> None:
+        """
+        Checks models and tokenizer against the manifest: geometry, rotary parameters, a sample of the weights, the
+        tokenizer's vocabulary and merges.
+
+        Raises:
+            [`PairMismatchError`]: naming every difference.
+        """
+        if source is not None:
+            check_model(self.config, "source", source)
+        if target is not None:
+            check_model(self.config, "target", target)
+        if tokenizer is not None:
+            check_tokenizer(self.config, tokenizer)
+
+    def codec(self, side: str) -> RotaryCodec:
+        """The rotary code of one side, `"source"` or `"target"`, built once from its configuration."""
+        if side not in self._codecs:
+            self._codecs[side] = RotaryCodec.from_config(self.config.model_config(side))
+        return self._codecs[side]
+
+    # ------------------------------------------------------------------------------------------------------- files
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """
+        Saves configuration and weights (safetensors, sharded by `max_shard_size`). Everything is written beside the
+        folder first and moved in when complete, so that a failed write leaves an earlier mapper as it was.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): the folder; made if missing.
+            **kwargs: as in `PreTrainedModel.save_pretrained`.
+        """
+        push_to_hub = kwargs.pop("push_to_hub", False)
+        save_atomically(super().save_pretrained, save_directory, **kwargs)
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            self.push_to_hub(repo_id, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """
+        Loads a mapper from a folder or the Hub. All arguments of `PreTrainedModel.from_pretrained` apply: `revision`,
+        `dtype`, `device_map`, `local_files_only`, `token`, ….
+
+        Raises:
+            [`MapperFileError`]: if weights are missing, damaged, or don't belong to the configuration.
+        """
+        return load_checked(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+
+
+def _flat(states: Tensor) -> Tensor:
+    """`[batch, heads, tokens, head_dim]` to `[batch, tokens, heads · head_dim]`."""
+    return states.transpose(1, 2).flatten(2)
+
+
+def _last_use(support: Sequence[Sequence[int]]) -> dict[int, int]:
+    """For each source layer the last target layer that reads it."""
+    return {source: index for index, layers in enumerate(support) for source in layers}
+
+
+def _check_support(support: Sequence[Sequence[int]], source: ModelGeometry, target: ModelGeometry) -> None:
+    if len(support) != len(target.layers):
+        raise PairMismatchError(
+            f"The mapper's support names {len(support)} target layers, its geometry {len(target.layers)}; expected "
+            "the same number. The configuration is damaged: load the mapper again."
+        )
+    for index, layers in enumerate(support):
+        if not layers or len(set(layers)) != len(layers) or not all(0 <= i < len(source.layers) for i in layers):
+            raise PairMismatchError(
+                f"The support of target layer {index} is {list(layers)}; expected one or more different source layers "
+                f"below {len(source.layers)}. The configuration is damaged: load the mapper again."
+            )
