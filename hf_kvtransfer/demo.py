@@ -1,0 +1,163 @@
+"""The whole path on the tiny family that the repository ships: fit, save, load, convert, answer."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import KVTransferError
+from .evaluation import (
+    answer_questions,
+    conditions,
+    context_value_kept,
+    gap_recovered,
+    prefix_nll,
+    read_questions,
+)
+from .loading import load_model, load_tokenizer
+from .mapper import KVMapper
+from .tables import percent, table
+
+
+_FOLDER = Path("examples") / "tiny_family"
+_PREFIX_TOKENS = 128
+
+
+def find_family(folder: str | None = None) -> Path:
+    """
+    The folder of the tiny family: as given, or in the clone that the package or the working directory lies in.
+
+    Raises:
+        [`KVTransferError`]: if it is nowhere to be found.
+    """
+    if folder is not None:
+        places = [Path(folder)]
+    else:
+        here, package = Path.cwd(), Path(__file__).resolve().parent
+        places = [root / _FOLDER for root in (here, *here.parents, package.parent)]
+    for place in places:
+        if (place / "data" / "calibration.jsonl").is_file():
+            return place
+    raise KVTransferError(
+        f"The tiny family was not found ({', '.join(map(str, places[:1]))}); expected `examples/tiny_family` of a "
+        "clone of the repository. Run the demo from a clone, or name the folder with `--family`."
+    )
+
+
+def run_demo(
+    family: Path,
+    *,
+    source_name: str = "small",
+    target_name: str = "large",
+    questions_per_kind: int = 40,
+    sequences: int = 500,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """
+    Fits a mapper for two members of the tiny family and lets the target answer questions about documents that only
+    the source has read.
+
+    Args:
+        family (`Path`): the family's folder, from [`find_family`].
+        source_name (`str`, *optional*, defaults to `"small"`): the member that reads.
+        target_name (`str`, *optional*, defaults to `"large"`): the member that answers.
+        questions_per_kind (`int`, *optional*, defaults to 40): how many of each kind of question.
+        sequences (`int`, *optional*, defaults to 500): calibration sequences of 256 tokens.
+        say (`Callable`, *optional*, defaults to `print`): where the text goes.
+
+    Returns:
+        `dict`: the figures of the table, by condition.
+    """
+    started = time.perf_counter()
+    source, target = load_model(str(family / source_name)), load_model(str(family / target_name))
+    tokenizer = load_tokenizer(str(family / source_name))
+    say(f"Source: {source_name}, {_described(source)}.  Target: {target_name}, {_described(target)}.")
+
+    fitting = time.perf_counter()
+    mapper = KVMapper.fit(
+        source,
+        target,
+        str(family / "data" / "calibration.jsonl"),
+        tokenizer=tokenizer,
+        sequence_length=256,
+        num_sequences=sequences,
+        token_stride=2,
+    )
+    r2 = mapper.config.scores["r2"]["heldout"]
+    say(
+        f"Fitted on {mapper.config.calibration['tokens']['fit']:,} tokens in {time.perf_counter() - fitting:.0f} s: "
+        f"preset {mapper.config.preset}, k = {mapper.config.k}, {mapper.num_parameters() / 1e6:.1f} M parameters, "
+        f"held-out R² {r2['keys_mean']:.2f} (keys) and {r2['values_mean']:.2f} (values)."
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        mapper.save_pretrained(folder)
+        mapper = KVMapper.from_pretrained(folder)
+    mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
+
+    questions = _first_of_each_kind(read_questions(family / "data" / "questions.jsonl"), questions_per_kind)
+    kinds = list(dict.fromkeys(question.kind for question in questions))
+    text = (family / "data" / "text_test.txt").read_text(encoding="utf-8")
+    ways = conditions(source, target, mapper)
+    answers = answer_questions(ways, questions, tokenizer)
+    readings = prefix_nll(ways, text, tokenizer, prefix=_PREFIX_TOKENS, max_chunks=40)
+
+    say(f"\n{len(questions)} questions about documents of six to eight facts, and {_PREFIX_TOKENS}-token prefixes:\n")
+    rows = []
+    for way in ways:
+        asked, read = answers[way.name], readings[way.name]
+        rows.append(
+            [
+                way.name,
+                *(percent(asked.accuracy(kind)) for kind in kinds),
+                percent(asked.accuracy()),
+                f"{asked.mean_nll():.2f}",
+                f"{read.mean_nll():.3f}",
+                f"{1000 * read.median_seconds():.1f}",
+            ]
+        )
+    say(table(["who answers", *kinds, "all", "answer NLL", "text NLL", "ms"], rows))
+    figures = {
+        way.name: {
+            "accuracy": answers[way.name].accuracy(),
+            "answer_nll": answers[way.name].mean_nll(),
+            "text_nll": readings[way.name].mean_nll(),
+        }
+        for way in ways
+    }
+    say(_legend(questions, figures))
+    say(f"\nAll of it took {time.perf_counter() - started:.0f} s.")
+    return figures
+
+
+def _legend(questions: list[Any], figures: dict[str, dict[str, float]]) -> str:
+    chance = sum(1 / max(len(question.choices), 1) for question in questions) / len(questions)
+    shares = []
+    for name, unit in (("accuracy", "look-ups"), ("text_nll", "text NLL")):
+        native, alone = figures["target native"][name], figures["source alone"][name]
+        transferred, nothing = figures["transferred"][name], figures["no context"][name]
+        shares.append(
+            f"  {unit}: gap recovered {percent(gap_recovered(transferred, alone, native))}, "
+            f"context value kept {percent(context_value_kept(transferred, nothing, native))}"
+        )
+    return "\n".join(
+        [
+            f"\nAccuracy: the answer is the most likely token of the whole vocabulary; guessing among the places named "
+            f"would give {percent(chance)}.",
+            "NLL in nats, per answer and per token of text. ms: median time until the answering side has the cache of "
+            "a prefix — its own prefill, or the conversion of a source cache that exists already.",
+            "What the transfer keeps:",
+            *shares,
+        ]
+    )
+
+
+def _described(model: Any) -> str:
+    config = model.config
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    return f"{config.num_hidden_layers} layers × {config.hidden_size}, {size:.1f} M parameters"
+
+
+def _first_of_each_kind(questions: list[Any], count: int) -> list[Any]:
+    kinds = list(dict.fromkeys(question.kind for question in questions))
+    return [q for kind in kinds for q in [q for q in questions if q.kind == kind][:count]]

@@ -1,0 +1,82 @@
+"""Loading the models and tokenizers that the command line is given by name."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from .errors import KVTransferError
+
+
+def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """
+    The configuration of a checkpoint, from a folder or the Hub.
+
+    Raises:
+        [`KVTransferError`]: if there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise KVTransferError(
+            f"No configuration could be read from {name}: {error} Expected a folder with a `config.json`, or the name "
+            "of a model on the Hub."
+        ) from error
+
+
+def load_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """
+    A model in evaluation mode; text models and multimodal wrappers alike.
+
+    Args:
+        name (`str`): a folder or the name of a model on the Hub.
+        revision (`str`, *optional*): branch, tag or commit on the Hub.
+        dtype (`str`, *optional*, defaults to `"auto"`): as in `from_pretrained`.
+        device (`str`, *optional*):
+            A device, or a device map such as `"auto"` (which needs accelerate); the CPU by default.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): as in `from_pretrained`.
+
+    Raises:
+        [`KVTransferError`]: if the model can't be loaded.
+    """
+    config = load_config(name, revision, trust_remote_code)
+    is_wrapper = type(config) in AutoModelForImageTextToText._model_mapping
+    auto: Any = AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
+    keywords: dict[str, Any] = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    is_map = device in ("auto", "balanced", "balanced_low_0", "sequential")
+    if is_map:
+        keywords["device_map"] = device
+    try:
+        model: nn.Module = auto.from_pretrained(name, **keywords)
+    except (OSError, ValueError, ImportError) as error:
+        raise KVTransferError(
+            f"The model {name} could not be loaded: {error} Expected a folder with a config and weights, or the name "
+            "of a model on the Hub."
+        ) from error
+    if device is not None and not is_map:
+        model = model.to(torch.device(device))
+    return model.eval()
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """
+    The tokenizer of a checkpoint, from a folder or the Hub.
+
+    Raises:
+        [`KVTransferError`]: if there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise KVTransferError(
+            f"No tokenizer could be loaded from {name}: {error} Expected a folder with tokenizer files, or the name "
+            "of a model on the Hub."
+        ) from error
