@@ -1,0 +1,304 @@
+"""The calibration loop: two models read the same rows of tokens, and only sums remain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from tqdm.auto import tqdm
+
+from .._version import __version__
+from ..errors import CalibrationError
+from ..geometry import ModelGeometry, tokenizer_fingerprint
+from ..pairing import weight_sample
+from ..rope import RotaryCodec
+from .capture import capture, embedding_weight
+from .statistics import KINDS, SPLITS, CalibrationStatistics, total_width
+from .storage import STATISTICS_NAME
+from .texts import describe_source, iter_texts, pack
+
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PreTrainedTokenizerBase
+
+
+# What must agree for a collection to go on where it stopped; the batch size and the number of sequences may change.
+_SETTINGS = ("dataset", "sequence_length", "token_stride", "heldout_fraction", "source_dtype", "target_dtype")
+
+
+def collect(
+    source: nn.Module,
+    target: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Any,
+    *,
+    sequence_length: int = 1024,
+    num_sequences: int | None = 500,
+    token_stride: int = 4,
+    heldout_fraction: float = 0.1,
+    batch_size: int = 8,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+    fingerprints: tuple[str, str] | None = None,
+    dataset: str | None = None,
+    manifest: dict[str, Any] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 16,
+    resume: bool = True,
+    progress: bool = True,
+) -> CalibrationStatistics:
+    """
+    Run both models over text and sum what a closed-form map between their caches needs (arXiv 2608.03893,
+    calibration). The defaults are the published ones: 500 sequences of 1,024 tokens, every 4th token kept.
+
+    Memory doesn't grow with the text: it holds the sums and one batch.
+
+    Args:
+        source (`torch.nn.Module`): Causal language model whose cache will be converted.
+        target (`torch.nn.Module`): Causal language model that will decode from it.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of both.
+        texts: Anything that [`iter_texts`] reads, or the iterator it gives.
+        sequence_length (`int`, *optional*, defaults to 1024): Tokens per sequence.
+        num_sequences (`int`, *optional*, defaults to 500): Sequences at most; `None` for all of the text.
+        token_stride (`int`, *optional*, defaults to 4): One token in so many is kept.
+        heldout_fraction (`float`, *optional*, defaults to 0.1):
+            Share of the sequences, evenly spread from the second on, that goes to the `"heldout"` split.
+        batch_size (`int`, *optional*, defaults to 8): Sequences per forward pass.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float64`): Precision of the large sums.
+        device (`torch.device` or `str`, *optional*):
+            Where the sums live. By default the source's accelerator if it has room for them twice over, else the CPU.
+        fingerprints (`tuple[str, str]`, *optional*):
+            `tokenizer_fingerprint` of the source's and of the target's own tokenizer, to be compared.
+        dataset (`str`, *optional*): Name of the text for the manifest; by default derived from `texts`.
+        manifest (`dict`, *optional*):
+            What tells the two checkpoints from others; kept with the statistics, and compared when resuming. By
+            default a sample of their weights.
+        checkpoint_dir (`str` or `os.PathLike`, *optional*):
+            Folder to save to, from time to time and at the end, and to resume from. An interruption, at whatever
+            moment, costs the batches since the last save and nothing else.
+        checkpoint_every (`int`, *optional*, defaults to 16): Batches between two saves.
+        resume (`bool`, *optional*, defaults to `True`): Go on from what is in `checkpoint_dir`, else start over.
+        progress (`bool`, *optional*, defaults to `True`): Show a progress bar, if standard error is a terminal.
+
+    Returns:
+        `CalibrationStatistics`
+
+    Raises:
+        CalibrationError:
+            If an argument is impossible, the tokenizers differ, a token id is outside a model's vocabulary, there is
+            too little text, or the checkpoint is of another collection.
+        MapperFileError: If the checkpoint is damaged.
+    """
+    if not 0 <= heldout_fraction < 1:
+        raise CalibrationError(f"heldout_fraction is {heldout_fraction}, expected at least 0 and below 1.")
+    for name, value in (
+        ("batch_size", batch_size),
+        ("token_stride", token_stride),
+        ("checkpoint_every", checkpoint_every),
+    ):
+        if value < 1:
+            raise CalibrationError(f"{name} is {value}, expected at least 1.")
+    if manifest is None:
+        manifest = {"source_weights": weight_sample(source), "target_weights": weight_sample(target)}
+    geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)
+    expected = _Collection(
+        source=geometries[0],
+        target=geometries[1],
+        tokenizer_fingerprint=_shared_fingerprint(tokenizer, fingerprints),
+        calibration={
+            "dataset": dataset or describe_source(texts),
+            "sequences": 0,
+            "rows_sha256": hashlib.sha256().hexdigest(),
+            "sequence_length": sequence_length,
+            "token_stride": token_stride,
+            "heldout_fraction": heldout_fraction,
+            "source_dtype": _dtype_name(source),
+            "target_dtype": _dtype_name(target),
+            "versions": {
+                "hf_kvtransfer": __version__,
+                "transformers": transformers.__version__,
+                "torch": str(torch.__version__),
+            },
+        },
+        # As it will read when it comes back from a file.
+        manifest=json.loads(json.dumps(manifest)),
+        dtype=dtype,
+        device=torch.device(device) if device is not None else _roomy_device(*geometries, dtype, source),
+    )
+    rows = pack(iter_texts(texts), tokenizer, sequence_length, num_sequences)
+    folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
+    if folder is not None and resume and (folder / STATISTICS_NAME).exists():
+        statistics = expected.resume(folder)
+        digest = _skip_rows(rows, statistics.calibration, num_sequences)
+    else:
+        statistics, digest = expected.start(), hashlib.sha256()
+
+    codecs = RotaryCodec.from_model(source), RotaryCodec.from_model(target)
+    limit = min(_vocabulary(source), _vocabulary(target))
+    unsaved = 0
+    with tqdm(
+        total=num_sequences,
+        initial=statistics.calibration["sequences"],
+        desc="Calibrating",
+        unit="sequence",
+        disable=None if progress else True,
+    ) as bar:
+        while batch := list(islice(rows, batch_size)):
+            for row in batch:
+                _check_vocabulary(row, limit)
+                digest.update(array("q", row).tobytes())
+            ids = torch.tensor(batch)
+            _add(
+                statistics,
+                [
+                    *capture(source, codecs[0], ids, stride=token_stride),
+                    *capture(target, codecs[1], ids, stride=token_stride),
+                ],
+                len(batch),
+                heldout_fraction,
+            )
+            statistics.calibration["sequences"] += len(batch)
+            statistics.calibration["rows_sha256"] = digest.hexdigest()
+            bar.update(len(batch))
+            unsaved += 1
+            if folder is not None and unsaved == checkpoint_every:
+                statistics.save(folder)
+                unsaved = 0
+    if folder is not None and unsaved:
+        statistics.save(folder)
+    return statistics
+
+
+@dataclass
+class _Collection:
+    """What a collection is about, before its sums exist: they are large, and a resumed one brings its own."""
+
+    source: ModelGeometry
+    target: ModelGeometry
+    tokenizer_fingerprint: str
+    calibration: dict[str, Any]
+    manifest: dict[str, Any]
+    dtype: torch.dtype
+    device: torch.device
+
+    def start(self) -> CalibrationStatistics:
+        return CalibrationStatistics(**vars(self))
+
+    def resume(self, folder: Path) -> CalibrationStatistics:
+        found = CalibrationStatistics.load(folder, mmap=False)
+        differences = []
+        for side, mine, theirs in (("source", self.source, found.source), ("target", self.target, found.target)):
+            differences += [f"{side} model: {difference}" for difference in mine.differences(theirs)]
+        if found.tokenizer_fingerprint != self.tokenizer_fingerprint:
+            differences.append("the tokenizer")
+        if found.dtype != self.dtype:
+            differences.append(f"dtype is {self.dtype}, was {found.dtype}")
+        for name in _SETTINGS:
+            given, stored = self.calibration[name], found.calibration.get(name)
+            if given != stored:
+                differences.append(f"{name} is {given!r}, was {stored!r}")
+        # Parts of a manifest are whole configurations, too long for a sentence.
+        names = {**self.manifest, **found.manifest}
+        differences += [name for name in names if self.manifest.get(name) != found.manifest.get(name)]
+        if differences:
+            raise _other_collection(folder, "; ".join(differences))
+        return found.to(self.device)
+
+
+def _other_collection(folder: Path, what: str) -> CalibrationError:
+    return CalibrationError(
+        f"The checkpoint in {folder} is of another collection ({what}). Pass another `checkpoint_dir`, or "
+        "resume=False to start over and replace it."
+    )
+
+
+def _skip_rows(rows: Iterator[list[int]], calibration: dict[str, Any], num_sequences: int | None) -> Any:
+    """Pass over the rows that a checkpoint has seen, and check that they are the same. Returns their running hash."""
+    done = calibration["sequences"]
+    if num_sequences is not None and done > num_sequences:
+        raise CalibrationError(
+            f"The checkpoint already holds {done} sequences, more than num_sequences = {num_sequences}. Ask for at "
+            f"least {done}, or pass resume=False to start over."
+        )
+    digest = hashlib.sha256()
+    for row in islice(rows, done):
+        digest.update(array("q", row).tobytes())
+    if digest.hexdigest() != calibration.get("rows_sha256"):
+        raise CalibrationError(
+            f"The first {done} sequences aren't those that the checkpoint has seen: the text, its order or its "
+            "tokenization changed, or the statistics were merged. Pass the same text, or resume=False to start over."
+        )
+    return digest
+
+
+def _add(
+    statistics: CalibrationStatistics, contents: Sequence[torch.Tensor], rows: int, heldout_fraction: float
+) -> None:
+    """Add a batch: the source's keys and values and the target's, each of shape `[rows · kept tokens, width]`."""
+    first = statistics.calibration["sequences"]
+    heldout = [row for row in range(rows) if _is_heldout(first + row, heldout_fraction)]
+    fit = [row for row in range(rows) if row not in heldout]
+    for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
+        if len(chosen) == rows:
+            statistics.update(split, *contents)
+        elif chosen:
+            parts = (content.view(rows, -1, content.shape[1])[chosen].flatten(0, 1) for content in contents)
+            statistics.update(split, *parts)
+
+
+def _is_heldout(index: int, fraction: float) -> bool:
+    """Evenly spread from the second sequence on: two sequences already give one of each split."""
+    share = Fraction(str(fraction))
+    return index > 0 and math.ceil(index * share) > math.ceil((index - 1) * share)
+
+
+def _shared_fingerprint(tokenizer: PreTrainedTokenizerBase, fingerprints: tuple[str, str] | None) -> str:
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for side, other in zip(("source", "target"), fingerprints or (), strict=False):
+        if other != fingerprint:
+            raise CalibrationError(
+                f"The {side}'s tokenizer (fingerprint {other}) isn't the one that was passed ({fingerprint}). A cache "
+                "can only be converted between models that read the same token ids: pick a pair with one tokenizer."
+            )
+    return fingerprint
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return embedding_weight(model).shape[0]
+
+
+def _check_vocabulary(row: list[int], limit: int) -> None:
+    # By the ids that occur: some checkpoints are published with tokens that their embedding has no row for.
+    if max(row) >= limit:
+        raise CalibrationError(
+            f"The tokenizer gives token id {max(row)}, but one of the models has only {limit} embeddings: use the "
+            "tokenizer that both models were trained with."
+        )
+
+
+def _dtype_name(model: nn.Module) -> str:
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return str(next(dtypes, None)).removeprefix("torch.")
+
+
+def _roomy_device(source: ModelGeometry, target: ModelGeometry, dtype: torch.dtype, model: nn.Module) -> torch.device:
+    """The model's own device if the sums fit there with as much again to spare for activations, else the CPU."""
+    device = embedding_weight(model).device
+    if device.type != "cuda":
+        return torch.device("cpu")
+    width = total_width(source)
+    needed = len(SPLITS) * len(KINDS) * width * (width + total_width(target)) * dtype.itemsize
+    return device if 2 * needed < torch.cuda.mem_get_info(device)[0] else torch.device("cpu")

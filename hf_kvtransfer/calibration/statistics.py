@@ -1,0 +1,228 @@
+"""What calibration keeps of a pair of models: sums between every source and every target layer, on two splits.
+
+From these any k, λ or support is solved without touching a model again, and parts that were summed by different
+processes can be merged.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CalibrationError
+from .moments import Moments
+
+
+if TYPE_CHECKING:
+    import os
+
+    from ..geometry import ModelGeometry
+
+
+SPLITS = ("fit", "heldout")
+KINDS = ("keys", "values")
+
+
+def layer_slices(geometry: ModelGeometry) -> list[slice]:
+    """Where each layer lies in the concatenation of all of a model's layers (layer, then KV head, then dimension)."""
+    return [slice(start, stop) for start, stop in itertools.pairwise(geometry.offsets)]
+
+
+def total_width(geometry: ModelGeometry) -> int:
+    """`Σ kv_heads · head_dim` over the layers of a model."""
+    return geometry.offsets[-1]
+
+
+class CalibrationStatistics:
+    """
+    Moments of RoPE-free keys and of values between all layers of a source and all layers of a target.
+
+    Args:
+        source (`ModelGeometry`): Geometry of the model whose cache is read.
+        target (`ModelGeometry`): Geometry of the model whose cache is predicted.
+        tokenizer_fingerprint (`str`): Fingerprint of the tokenizer that both share.
+        calibration (`dict`, *optional*):
+            What the sums were made from: `dataset`, `sequences`, `sequence_length` and `token_stride` in tokens,
+            `heldout_fraction`, `versions`, … All of it is saved; statistics merge only if `token_stride` agrees.
+        manifest (`dict`, *optional*):
+            What tells the two checkpoints from others, such as `source_weights` and `target_weights`, a few numbers of
+            each. Saved too; statistics merge only if these samples agree.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float64`): Precision of the large sums.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the sums live.
+
+    Attributes:
+        splits (`dict[str, dict[str, Moments]]`): `splits["fit" | "heldout"]["keys" | "values"]`.
+    """
+
+    def __init__(
+        self,
+        source: ModelGeometry,
+        target: ModelGeometry,
+        tokenizer_fingerprint: str,
+        calibration: dict[str, Any] | None = None,
+        manifest: dict[str, Any] | None = None,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.calibration: dict[str, Any] = copy.deepcopy(calibration) if calibration else {}
+        self.manifest: dict[str, Any] = copy.deepcopy(manifest) if manifest else {}
+        widths = total_width(source), total_width(target)
+        self.splits = {split: {kind: Moments(*widths, dtype, device) for kind in KINDS} for split in SPLITS}
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Number of tokens summed in each split."""
+        return {split: moments["keys"].count for split, moments in self.splits.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the large sums."""
+        return self.splits["fit"]["keys"].dtype
+
+    def to(self, device: torch.device | str) -> CalibrationStatistics:
+        """Move the sums to a device, in place. Returns `self`."""
+        for moments in self.splits.values():
+            for kind in KINDS:
+                moments[kind] = moments[kind].to(device)
+        return self
+
+    def moments(self, split: str, kind: str) -> Moments:
+        """
+        The moments of one split and kind.
+
+        Raises:
+            CalibrationError: If the split is unknown, or holds no tokens.
+        """
+        if split not in SPLITS:
+            raise CalibrationError(f"There is no split {split!r}; the splits are {' and '.join(map(repr, SPLITS))}.")
+        moments = self.splits[split][kind]
+        if moments.count == 0:
+            raise CalibrationError(
+                f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences, with "
+                "a `heldout_fraction` above zero if held-out figures are wanted."
+            )
+        return moments
+
+    def update(
+        self,
+        split: str,
+        source_keys: torch.Tensor,
+        source_values: torch.Tensor,
+        target_keys: torch.Tensor,
+        target_values: torch.Tensor,
+    ) -> None:
+        """
+        Add tokens to a split.
+
+        Args:
+            split (`str`): `"fit"` or `"heldout"`.
+            source_keys (`torch.Tensor` of shape `[tokens, Dx]`): RoPE-free keys of all source layers.
+            source_values (`torch.Tensor` of shape `[tokens, Dx]`): Values of all source layers.
+            target_keys (`torch.Tensor` of shape `[tokens, Dy]`): RoPE-free keys of all target layers.
+            target_values (`torch.Tensor` of shape `[tokens, Dy]`): Values of all target layers.
+
+        Raises:
+            CalibrationError: If the split is unknown or a shape doesn't fit.
+        """
+        if split not in SPLITS:
+            raise CalibrationError(f"There is no split {split!r}; the splits are {' and '.join(map(repr, SPLITS))}.")
+        self.splits[split]["keys"].update(source_keys, target_keys)
+        self.splits[split]["values"].update(source_values, target_values)
+
+    def merge(self, other: CalibrationStatistics) -> CalibrationStatistics:
+        """
+        Add the sums of another part of the same calibration, in place.
+
+        Args:
+            other (`CalibrationStatistics`): Statistics of the same pair over other text; left unchanged.
+
+        Returns:
+            `CalibrationStatistics`: `self`.
+
+        Raises:
+            CalibrationError: If the models, the tokenizer or the token stride differ.
+        """
+        for side, mine, theirs in (("source", self.source, other.source), ("target", self.target, other.target)):
+            differences = mine.differences(theirs)
+            weights = f"{side}_weights"
+            if not differences and self.manifest.get(weights) != other.manifest.get(weights):
+                differences = ["their weights differ, or were loaded in another dtype"]
+            if differences:
+                raise CalibrationError(
+                    f"Statistics of different {side} models can't be merged ({'; '.join(differences)}): merge only "
+                    "statistics that were collected from the same pair of checkpoints."
+                )
+        if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
+            raise CalibrationError(
+                f"Statistics of different tokenizers can't be merged ({self.tokenizer_fingerprint} and "
+                f"{other.tokenizer_fingerprint}): tokenize all parts of a calibration alike."
+            )
+        strides = self.calibration.get("token_stride"), other.calibration.get("token_stride")
+        if strides[0] != strides[1]:
+            raise CalibrationError(
+                f"Statistics with different token strides can't be merged ({strides[0]} and {strides[1]}): collect "
+                "all parts of a calibration with the same `token_stride`."
+            )
+        for split in SPLITS:
+            for kind in KINDS:
+                self.splits[split][kind].merge(other.splits[split][kind])
+        self.calibration = _merged_description(self.calibration, other.calibration)
+        return self
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """
+        Write to a folder, atomically: whatever happens on the way, the folder holds the old statistics or the new.
+
+        Args:
+            folder (`str` or `os.PathLike`): Made if missing. Statistics already in it are replaced.
+        """
+        from .storage import save_statistics
+
+        save_statistics(self, folder)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], mmap: bool = True, verify: bool = True) -> CalibrationStatistics:
+        """
+        Read from a folder.
+
+        Args:
+            folder (`str` or `os.PathLike`): Where [`~CalibrationStatistics.save`] wrote.
+            mmap (`bool`, *optional*, defaults to `True`):
+                Map the file into memory instead of reading it; `False` when the statistics will be updated.
+            verify (`bool`, *optional*, defaults to `True`):
+                Compare the checksum and look for values that aren't finite, which reads the file once.
+
+        Raises:
+            MapperFileError: If a file is missing, truncated, damaged, or contradicts the geometry.
+        """
+        from .storage import load_statistics
+
+        return load_statistics(folder, mmap=mmap, verify=verify)
+
+
+def _merged_description(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(mine)
+    # A merged collection has no single stream of rows that it could be resumed on.
+    merged["rows_sha256"] = None
+    for name, value in theirs.items():
+        if name in ("sequences", "tokens") and name in merged:
+            merged[name] += value
+        elif name == "rows_sha256":
+            continue
+        elif name not in merged:
+            merged[name] = copy.deepcopy(value)
+        elif merged[name] != value:
+            # Both are true of a part: keep each once, in order, whatever was merged before.
+            both = {repr(item): item for item in (*_as_list(merged[name]), *_as_list(value))}
+            merged[name] = [both[key] for key in sorted(both)]
+    return merged
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
