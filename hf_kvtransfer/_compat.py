@@ -2,9 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from packaging.version import Version
 from torch import nn
 from transformers.utils import ModelOutput
@@ -33,6 +36,29 @@ def cache_keyword(function: "Callable[..., Any] | nn.Module") -> str:
         if name in parameters:
             return name
     return "cache" if _HAS_CACHE_KEYWORD else "past_key_values"
+
+
+def checkpoint_commit(config: Any, revision: str | None = None) -> str | None:
+    """
+    The commit of the checkpoint on the Hub that a configuration was loaded from, or `None` when that can't be told.
+
+    Up to transformers 5.20 or so a configuration carries it; later ones don't, and the Hub's local cache tells what a
+    branch or tag stands for. Remove the first way when the oldest supported release no longer sets `_commit_hash`.
+
+    Args:
+        config (`PreTrainedConfig`): of a loaded model.
+        revision (`str`, *optional*): what it was loaded with; the main branch by default.
+    """
+    carried = getattr(config, "_commit_hash", None)
+    name = getattr(config, "_name_or_path", None)
+    if carried or not name or Path(name).exists():
+        return carried
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # a folder that is gone, for example
+        return None
+    # …/snapshots/<commit>/config.json
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def output_cache(output: Any) -> Any:

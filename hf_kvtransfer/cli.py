@@ -174,6 +174,8 @@ def fit(
             data,
             tokenizer=tokenizer,
             target_tokenizer=_tokenizer_or_none(target, target_revision, trust_remote_code),
+            source_revision=source_revision,
+            target_revision=target_revision,
             preset=preset,
             k=chosen,
             ridge_lambda=ridge_lambda,

@@ -35,6 +35,10 @@ class KVMapperConfig(PreTrainedConfig):
             The ridge penalty on the unnormalised Gram matrix.
         tokenizer_fingerprint (`str`, *optional*):
             Of the vocabulary and merges that both models share.
+        source_revision (`str`, *optional*):
+            The commit of the source checkpoint on the Hub, where it came from there.
+        target_revision (`str`, *optional*):
+            The same for the target.
         source_weights (`dict`, *optional*):
             A few numbers of the source checkpoint's weights ([`weight_sample`]), to tell checkpoints apart that share
             a configuration.
@@ -60,6 +64,8 @@ class KVMapperConfig(PreTrainedConfig):
         k: int | None = None,
         ridge_lambda: float | None = None,
         tokenizer_fingerprint: str | None = None,
+        source_revision: str | None = None,
+        target_revision: str | None = None,
         source_weights: dict[str, list[float]] | None = None,
         target_weights: dict[str, list[float]] | None = None,
         calibration: dict[str, Any] | None = None,
@@ -76,6 +82,8 @@ class KVMapperConfig(PreTrainedConfig):
         self.k = k
         self.ridge_lambda = ridge_lambda
         self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.source_revision = source_revision
+        self.target_revision = target_revision
         self.source_weights = source_weights or {}
         self.target_weights = target_weights or {}
         self.calibration = calibration or {}

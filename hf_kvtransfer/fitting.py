@@ -36,6 +36,8 @@ def fit_mapper(
     ridge_lambda: float = 0.01,
     statistics_dir: str | os.PathLike[str] | None = None,
     target_tokenizer: Any = None,
+    source_revision: str | None = None,
+    target_revision: str | None = None,
     dataset_config: str | None = None,
     dataset_split: str = "train",
     text_field: str = "text",
@@ -60,6 +62,9 @@ def fit_mapper(
             Where the statistics are kept while they grow and afterwards. A fit that was interrupted goes on from there.
         target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The target's own tokenizer; if given, it must be the same as `tokenizer`.
+        source_revision (`str`, *optional*):
+            The revision that the source was loaded with from the Hub, if not the main branch; recorded as a commit.
+        target_revision (`str`, *optional*): the same for the target.
         dataset_config (`str`, *optional*): of a dataset on the Hub.
         dataset_split (`str`, *optional*, defaults to `"train"`): of a dataset on the Hub.
         text_field (`str`, *optional*, defaults to `"text"`): the field of a row that holds the text.
@@ -90,7 +95,7 @@ def fit_mapper(
         texts,
         dataset=describe_source(dataset),
         checkpoint_dir=statistics_dir,
-        manifest=pair_manifest(source, target),
+        manifest=pair_manifest(source, target, source_revision, target_revision),
         **calibration,
     )
     return mapper_from_statistics(statistics, preset=preset, k=k, ridge_lambda=ridge_lambda)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._compat import checkpoint_commit
 from .config import KVMapperConfig
 from .errors import PairMismatchError
 from .geometry import ModelGeometry, decoder_of, text_config, tokenizer_fingerprint
@@ -65,11 +66,22 @@ def _evenly_spaced(parameter: Tensor) -> list[float]:
     return [round(value, 8) for value in flat[where].float().tolist()]
 
 
-def pair_manifest(source: nn.Module, target: nn.Module) -> dict[str, Any]:
-    """What tells two checkpoints from others, for [`KVMapperConfig`]: configurations and a sample of the weights."""
+def pair_manifest(
+    source: nn.Module, target: nn.Module, source_revision: str | None = None, target_revision: str | None = None
+) -> dict[str, Any]:
+    """
+    What tells two checkpoints from others, for [`KVMapperConfig`]: configurations, commits, a sample of the weights.
+
+    Args:
+        source (`PreTrainedModel`): the loaded source.
+        target (`PreTrainedModel`): the loaded target.
+        source_revision (`str`, *optional*): what the source was loaded with from the Hub, if not the main branch.
+        target_revision (`str`, *optional*): the same for the target.
+    """
     manifest: dict[str, Any] = {}
-    for side, model in (("source", source), ("target", target)):
+    for side, model, revision in (("source", source, source_revision), ("target", target, target_revision)):
         config = text_config(model.config).to_dict()
+        manifest[f"{side}_revision"] = checkpoint_commit(model.config, revision)
         manifest[f"{side}_config"] = {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
         manifest[f"{side}_weights"] = weight_sample(model)
     return manifest

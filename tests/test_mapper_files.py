@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 import hf_kvtransfer.mapper
 from hf_kvtransfer import KVMapper, KVMapperConfig, MapperFileError, PairMismatchError
 from hf_kvtransfer._compat import cache_keyword
+from hf_kvtransfer.pairing import pair_manifest
 
 from .architectures import VOCAB, build
 
@@ -194,3 +195,19 @@ def test_it_is_a_model_like_others(mapper):
     assert hf_kvtransfer.mapper.KVMapper.config_class is KVMapperConfig
     assert mapper.num_parameters() == sum(p.numel() for p in mapper.parameters()) > 0
     assert not mapper.training
+
+
+def test_the_commit_of_a_checkpoint_from_the_hub_is_recorded(pair, tmp_path, monkeypatch):
+    """By what the Hub's cache says of the branch or tag; nothing is claimed of a checkpoint from a folder."""
+    commit = "fedcba9876543210fedcba9876543210fedcba98"
+    repository = tmp_path / "models--org--llama"
+    pair[0].save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    loaded = type(pair[0]).from_pretrained("org/llama", revision="v1", cache_dir=tmp_path)
+    manifest = pair_manifest(loaded, pair[1], source_revision="v1")
+    assert manifest["source_revision"] == commit
+    assert manifest["target_revision"] is None

