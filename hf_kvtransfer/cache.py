@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ._compat import mask_being_prepared
 from .errors import CacheUseError, ConversionError
 from .geometry import ModelGeometry
 
@@ -23,7 +24,6 @@ class _AdaptsOnFirstUse:
 
     def _start(self) -> None:
         self.is_adapted = False
-        self.covers_whole_source = False
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """
@@ -59,14 +59,6 @@ class _AdaptsOnFirstUse:
             raise CacheUseError(
                 f"The converted cache holds {rows} rows, the model feeds a batch of {wanted}; expected a multiple, "
                 "as beams and several return sequences give. Convert the caches of the same batch of prompts."
-            )
-        tokens = self.get_seq_length()  # type: ignore[attr-defined]
-        if self.covers_whole_source and states.shape[2] == tokens > 1:
-            raise CacheUseError(
-                f"The converted cache covers all {tokens} tokens of the source, and the model is fed exactly {tokens} "
-                "tokens again, which is what `generate` does with a prompt that is fully cached; expected at least "
-                "one token of the prompt to be left. Use `convert(..., hold_back=1)`, or pass only new tokens with "
-                "an attention mask over everything."
             )
         repeats = wanted // rows
         for name in ("keys", "values"):
@@ -144,10 +136,19 @@ class TransferredCache(DynamicCache):
         cache.layer_class_to_replicate = None
         return cache
 
-    def mark_coverage(self, whole_source: bool) -> None:
-        """Records whether the cache covers every token that the source has read, which `generate` can't start from."""
-        for layer in self.layers:
-            layer.covers_whole_source = whole_source
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """
+        As in `DynamicCache`; here every forward pass of the target is checked, before anything is computed.
+
+        Raises:
+            [`CacheUseError`]: if the attention mask does not span what is cached and what is fed.
+        """
+        mask = mask_being_prepared()
+        fed = query_length if isinstance(query_length, int) else len(query_length)
+        cached = self.get_seq_length(layer_idx)
+        if mask is not None and mask.shape[-1] != cached + fed:
+            raise CacheUseError(_mask_sentence(cached, fed, mask.shape[-1]))
+        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     def is_adapted(self) -> bool:
@@ -163,6 +164,16 @@ class TransferredCache(DynamicCache):
         twin.__dict__.update(self.__dict__)
         twin.layers = [layer.fork() for layer in self.layers]
         return twin
+
+
+def _mask_sentence(cached: int, fed: int, spanned: int) -> str:
+    return (
+        f"The cache holds {cached} tokens and the model is fed {fed} more, but the attention mask spans {spanned}; "
+        f"expected {cached + fed}. Either the prompt is already fully cached (convert with `hold_back=1`), or the cache "
+        "was used before and has grown (convert again, or give each use its own `cache.fork()`), or assisted or "
+        "prompt-lookup decoding was given the whole prompt, or the mask covers the new tokens only (in both cases pass "
+        "the ids that are not in the cache, and a mask over everything)."
+    )
 
 
 def extend_cache(cache: DynamicCache, layer: int, keys: Tensor, values: Tensor) -> None:

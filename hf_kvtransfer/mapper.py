@@ -202,7 +202,8 @@ class KVMapper(PreTrainedModel):
             attention_mask (`torch.Tensor` of shape `[batch, ≥ tokens]`, *optional*):
                 1 for real tokens, 0 for left padding. Needed when there is padding.
             position_ids (`torch.Tensor` of shape `[batch or 1, ≥ tokens]`, *optional*):
-                The positions that the source model used, where they differ from counting (or from the mask).
+                The positions that the source model used, where they differ from counting (or from the mask). Required
+                for models that give images 3-D positions.
             target_position_ids (`torch.Tensor` of shape `[batch or 1, ≥ tokens]`, *optional*):
                 The positions that the target will expect; by default those of the mask, as `generate` counts them.
             hold_back (`int`, *optional*, defaults to 1):
@@ -236,6 +237,7 @@ class KVMapper(PreTrainedModel):
                 "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
                 "or `set_as_identity()` for a model and itself."
             )
+        self._ask_for_multimodal_positions(position_ids)
         read = read_source_cache(source_cache, self.config.geometry("source"))
         positions = resolve_positions(read, self.codec("source"), attention_mask, position_ids, target_position_ids)
         if validate:
@@ -249,8 +251,6 @@ class KVMapper(PreTrainedModel):
         with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
             if stop > start:
                 self._convert_range(read.narrow(start, stop - start), positions.narrow(start, stop - start), result)
-        if isinstance(result, TransferredCache):
-            result.mark_coverage(whole_source=hold_back == 0)
         return result
 
     def _convert_range(self, source: SourceCache, positions: Positions, result: DynamicCache) -> None:
@@ -283,6 +283,15 @@ class KVMapper(PreTrainedModel):
             for source_layer in support:
                 if remaining[source_layer] == index:
                     del content[source_layer]
+
+    def _ask_for_multimodal_positions(self, position_ids: Tensor | None) -> None:
+        sides = [side for side in ("source", "target") if self.config.geometry(side).multimodal_positions]
+        if sides and position_ids is None:
+            raise ConversionError(
+                f"The {' and the '.join(sides)} of this mapper give images 3-D positions, and a cache doesn't show "
+                "whether it holds any; expected `position_ids`. For a context of text alone pass "
+                "`torch.arange(tokens)[None]`, or those of the mask; a context with images can't be converted."
+            )
 
     def _length_of(self, into: Any, tokens: int) -> int:
         """The number of tokens that `into` holds already, after checking that the source can go on from there."""

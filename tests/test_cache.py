@@ -64,13 +64,54 @@ def test_another_model_is_refused():
         feed(build("gpt_neox"), ids(tokens=1), converted(build("llama"), ids()))
 
 
-def test_a_fully_covered_prompt_is_refused_and_new_tokens_are_not(llama):
-    tokens = ids()
-    with pytest.raises(CacheUseError, match="covers all 12 tokens.*hold_back=1"):
+class TestTheMaskMustSpanWhatIsCachedAndWhatIsFed:
+    """The ways in which `generate` is silently wrong with a cache, each refused at its first forward pass."""
+
+    @staticmethod
+    def generate(model, tokens, cache, mask_length=None, **kwargs):
+        mask = torch.ones(tokens.shape[0], mask_length or tokens.shape[1], dtype=torch.long)
+        return model.generate(
+            input_ids=tokens,
+            attention_mask=mask,
+            max_new_tokens=4,
+            do_sample=False,
+            **{cache_keyword(model.generate): cache},
+            **kwargs,
+        )
+
+    def test_a_fully_covered_prompt(self, llama):
+        tokens = ids()
+        with pytest.raises(CacheUseError, match="holds 12 tokens and the model is fed 12 more.*spans 12; expected 24"):
+            self.generate(llama, tokens, converted(llama, tokens, hold_back=0))
+
+    def test_a_cache_used_twice(self, llama):
+        tokens = ids()
+        cache = converted(llama, tokens)
+        self.generate(llama, tokens, cache)
+        with pytest.raises(CacheUseError, match=r"was used before and has grown.*`cache.fork\(\)`"):
+            self.generate(llama, tokens, cache)
+
+    def test_prompt_lookup_with_the_whole_prompt(self, llama):
+        tokens = ids().repeat(1, 2)
+        with pytest.raises(CacheUseError, match="prompt-lookup decoding was given the whole prompt"):
+            self.generate(llama, tokens, converted(llama, tokens), prompt_lookup_num_tokens=2)
+
+    def test_new_tokens_without_a_mask_over_everything(self, llama):
+        tokens = ids()
+        with pytest.raises(CacheUseError, match="the mask covers the new tokens only"):
+            self.generate(llama, tokens[:, -1:], converted(llama, tokens))
+
+    def test_the_right_ways_are_not_refused(self, llama):
+        tokens, more = ids(), ids(tokens=3, seed=2)
+        whole = torch.cat([tokens, more], 1)
+        own = self.generate(llama, whole, None)
+        assert torch.equal(own, self.generate(llama, whole, converted(llama, tokens, hold_back=0)))
+        new_only = self.generate(llama, more, converted(llama, tokens, hold_back=0), mask_length=15)
+        assert torch.equal(own[:, 12:], new_only)
+        logits = feed(llama, more, converted(llama, tokens, hold_back=0))
+        torch.testing.assert_close(logits, feed(llama, whole)[:, -3:], rtol=1e-4, atol=1e-4)
+        # As many new tokens as are cached is nothing special.
         feed(llama, tokens, converted(llama, tokens, hold_back=0))
-    more = ids(tokens=3, seed=2)
-    logits = feed(llama, more, converted(llama, tokens, hold_back=0))
-    torch.testing.assert_close(logits, feed(llama, torch.cat([tokens, more], 1))[:, -3:], rtol=1e-4, atol=1e-4)
 
 
 def test_sliding_layers_keep_what_their_window_needs_and_count_everything():

@@ -304,3 +304,15 @@ def test_gradients_reach_the_mapper_in_training_and_not_in_evaluation(qwen3):
     output.logits.square().mean().backward()
     assert all(parameter.grad is not None for parameter in mapper.parameters())
     qwen3.zero_grad()
+
+
+def test_models_with_3d_positions_ask_for_positions(qwen3):
+    """Text is exact with them; a cache that holds an image can't be told from one that doesn't."""
+    mapper, source = identity(qwen3), prefilled(qwen3, ids())
+    rope = {**mapper.config.source_geometry["rope_parameters"], "mrope_section": [2, 3, 3]}
+    mapper.config.source_geometry = {**mapper.config.source_geometry, "rope_parameters": rope}
+    with pytest.raises(ConversionError, match="3-D positions.*expected `position_ids`"):
+        mapper.convert(source)
+    cache = mapper.convert(source, position_ids=torch.arange(12)[None])
+    own = feed(qwen3, ids())[:, -1:]
+    torch.testing.assert_close(feed(qwen3, ids()[:, -1:], cache), own, rtol=1e-3, atol=1e-3)

@@ -56,7 +56,12 @@ def train_tokenizer(text: list[str], size: int = 3072, seed: int = 0) -> PreTrai
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(_corpus(text, seed), trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
