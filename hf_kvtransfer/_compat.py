@@ -3,7 +3,9 @@
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,12 @@ TRANSFORMERS_VERSION = Version(transformers.__version__).release
 # transformers 5.24 renamed the keyword `past_key_values` to `cache`, in `generate` and in every `forward`.
 # Remove together with `cache_keyword` when the oldest supported release is 5.24.
 _HAS_CACHE_KEYWORD = TRANSFORMERS_VERSION >= (5, 24)
+
+# Before 5.3 `generate` takes the whole prompt only; new tokens with a mask over everything came then. Remove when the
+# oldest supported release is 5.3.
+TAKES_NEW_TOKENS_ONLY = TRANSFORMERS_VERSION >= (5, 3)
+
+_GENERATE_FILE = str(Path("transformers") / "generation" / "utils.py")
 
 
 def cache_keyword(function: "Callable[..., Any] | nn.Module") -> str:
@@ -63,19 +71,58 @@ def checkpoint_commit(config: Any, revision: str | None = None) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else None
 
 
-def mask_being_prepared() -> "torch.Tensor | None":
+@dataclass(frozen=True)
+class GenerateCall:
     """
-    The two-dimensional attention mask for which transformers is asking a cache for its sizes, or `None`.
+    What a running `generate` was called with.
 
-    It is what tells a right use of a cache from the silently wrong ones: it must span the cached and the fed tokens.
-    No hook hands it to a cache, but in every supported release the function that asks (in `masking_utils`) has it as
-    `attention_mask`. Where it hasn't, nothing is checked; tests on both ends of the range notice that. Remove when
-    caches are given the mask.
+    Args:
+        identity (`object`): tells one running call from another, by `is`: the configuration that each makes for itself.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): the ids it was given, rows repeated for beams.
+        prompt_tokens (`int`): how many of them, or of the embeddings it was given instead.
+        mask_tokens (`int`): how many tokens the attention mask spans.
+        is_assisted (`bool`): whether it decodes with an assistant or by prompt look-up.
     """
-    # Two frames up: past the method of the cache, to its caller.
-    frame = sys._getframe(2)
-    mask = frame.f_locals.get("attention_mask") if frame.f_code.co_filename.endswith("masking_utils.py") else None
-    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+    identity: object
+    input_ids: "torch.Tensor"
+    prompt_tokens: int
+    mask_tokens: int
+    is_assisted: bool
+
+
+def running_generate() -> "GenerateCall | None":
+    """
+    The innermost `generate` of transformers that the current code runs under, or `None`.
+
+    Whether a cache is used rightly depends on the prompt and the mask that `generate` was given, and no hook hands them
+    to a cache; the call itself has them. Where it can't be found, nothing is checked, which tests on both ends of the
+    supported range would notice. Remove when caches are given the mask.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    is_assisted = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_GENERATE_FILE):
+            is_assisted = is_assisted or code.co_name == "_assisted_decoding"
+            if code.co_name == "generate":
+                return _read_call(frame, is_assisted)
+        frame = frame.f_back
+    return None
+
+
+def _read_call(frame: FrameType, is_assisted: bool) -> "GenerateCall | None":
+    values = frame.f_locals
+    ids, keywords, config = (values.get(name) for name in ("input_ids", "model_kwargs", "generation_config"))
+    if not isinstance(ids, torch.Tensor) or not isinstance(keywords, dict):
+        return None
+    embeddings, mask = keywords.get("inputs_embeds"), keywords.get("attention_mask")
+    tokens = ids.shape[1] if embeddings is None else embeddings.shape[1]
+    # A mask of ones is dropped by newer releases, which remember its length instead.
+    spanned = mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(config, "_mask_length", tokens)
+    return GenerateCall(config, ids, tokens, spanned, is_assisted)
 
 
 def output_cache(output: Any) -> Any:

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ._compat import mask_being_prepared
+from ._compat import TAKES_NEW_TOKENS_ONLY, GenerateCall, running_generate
 from .errors import CacheUseError, ConversionError
 from .geometry import ModelGeometry
 
@@ -124,6 +125,8 @@ class TransferredCache(DynamicCache):
         **kwargs: Any,
     ) -> None:
         super().__init__(ddp_cache_data, config=config, **kwargs)
+        self._checked_call: object = None
+        self._prompt: Tensor | None = None
 
     @classmethod
     def for_geometry(cls, geometry: ModelGeometry) -> "TransferredCache":
@@ -136,19 +139,75 @@ class TransferredCache(DynamicCache):
         cache.layer_class_to_replicate = None
         return cache
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As in `DynamicCache`; `generate` asks for it before it slices its prompt, which is where misuse shows."""
+        cached = super().get_seq_length(layer_idx)
+        self._check_generate(cached)
+        return cached
+
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """As in `DynamicCache`; asked for in every forward pass before anything is computed."""
+        self._check_generate(super().get_seq_length(layer_idx))
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_generate(self, cached: int) -> None:
         """
-        As in `DynamicCache`; here every forward pass of the target is checked, before anything is computed.
+        Checks once per `generate` call that the prompt and its mask go on from what is cached.
 
         Raises:
-            [`CacheUseError`]: if the attention mask does not span what is cached and what is fed.
+            [`CacheUseError`]: if they don't, which transformers would answer with wrong logits.
         """
-        mask = mask_being_prepared()
-        fed = query_length if isinstance(query_length, int) else len(query_length)
-        cached = self.get_seq_length(layer_idx)
-        if mask is not None and mask.shape[-1] != cached + fed:
-            raise CacheUseError(_mask_sentence(cached, fed, mask.shape[-1]))
-        return super().get_mask_sizes(query_length, layer_idx)
+        call = running_generate()
+        if call is None or call.identity is self._checked_call:
+            return
+        if cached:
+            self._check_lengths(call, cached)
+            if call.prompt_tokens == call.mask_tokens:
+                self._check_prompt(call.input_ids)
+        self._checked_call = call.identity
+
+    @staticmethod
+    def _check_lengths(call: GenerateCall, cached: int) -> None:
+        prompt, spanned = call.prompt_tokens, call.mask_tokens
+        given = f"`generate` was given {prompt} tokens and an attention mask over {spanned}; the cache holds {cached}"
+        if prompt == spanned <= cached:
+            raise CacheUseError(
+                f"{given}, so that no token of the prompt is left to start from; expected a longer prompt. If it is "
+                "the first use, convert with `hold_back=1`. If the cache was used before, it has grown: convert again, "
+                "or give each use its own `cache.fork()`. If these are new tokens only, pass an attention mask over "
+                f"everything, {cached + prompt} tokens."
+            )
+        if prompt != spanned and cached + prompt != spanned:
+            raise CacheUseError(
+                f"{given}; expected either the whole prompt and a mask of the same length, or only the tokens that are "
+                f"not cached and a mask over everything, {cached + prompt} tokens."
+            )
+        if prompt != spanned and not TAKES_NEW_TOKENS_ONLY:
+            raise CacheUseError(
+                f"{given}. This release of transformers can't go on from new tokens alone; expected the whole prompt "
+                "and a mask of the same length. Pass all ids, or use transformers 5.3 or newer."
+            )
+        if call.is_assisted and prompt == spanned:
+            way_out = (
+                f"expected new tokens only: pass `input_ids[:, {cached}:]` and the mask over everything. The output "
+                f"then lacks the first {cached} tokens."
+                if TAKES_NEW_TOKENS_ONLY
+                else "expected another way of decoding, or transformers 5.3 or newer, which takes new tokens only."
+            )
+            raise CacheUseError(f"{given}. Assisted and prompt look-up decoding do not skip what is cached; {way_out}")
+
+    def _check_prompt(self, ids: Tensor) -> None:
+        """A cache that has served one prompt can go on with that prompt grown longer, and with no other."""
+        before = self._prompt
+        if before is not None and ids.shape[0] == before.shape[0] and before.device == ids.device:
+            common = min(before.shape[1], ids.shape[1])
+            if not torch.equal(before[:, :common], ids[:, :common]):
+                raise CacheUseError(
+                    f"The cache was used for a prompt of {before.shape[1]} tokens, and `generate` was given one that "
+                    "does not begin with it; expected the same conversation, grown longer. Convert again for another "
+                    "prompt, or give each prompt its own `cache.fork()`."
+                )
+        self._prompt = ids
 
     @property
     def is_adapted(self) -> bool:
@@ -163,17 +222,8 @@ class TransferredCache(DynamicCache):
         twin = type(self)()
         twin.__dict__.update(self.__dict__)
         twin.layers = [layer.fork() for layer in self.layers]
+        twin._checked_call = None
         return twin
-
-
-def _mask_sentence(cached: int, fed: int, spanned: int) -> str:
-    return (
-        f"The cache holds {cached} tokens and the model is fed {fed} more, but the attention mask spans {spanned}; "
-        f"expected {cached + fed}. Either the prompt is already fully cached (convert with `hold_back=1`), or the cache "
-        "was used before and has grown (convert again, or give each use its own `cache.fork()`), or assisted or "
-        "prompt-lookup decoding was given the whole prompt, or the mask covers the new tokens only (in both cases pass "
-        "the ids that are not in the cache, and a mask over everything)."
-    )
 
 
 def extend_cache(cache: DynamicCache, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvtransfer import CacheUseError, ConversionError, KVMapper, TransferredCache
-from hf_kvtransfer._compat import cache_keyword
+from hf_kvtransfer._compat import TAKES_NEW_TOKENS_ONLY, cache_keyword
 
 from .architectures import VOCAB, build
 
@@ -81,24 +81,52 @@ class TestTheMaskMustSpanWhatIsCachedAndWhatIsFed:
 
     def test_a_fully_covered_prompt(self, llama):
         tokens = ids()
-        with pytest.raises(CacheUseError, match="holds 12 tokens and the model is fed 12 more.*spans 12; expected 24"):
+        with pytest.raises(
+            CacheUseError, match=r"given 12 tokens.*over 12; the cache holds 12.*convert with `hold_back=1`"
+        ):
             self.generate(llama, tokens, converted(llama, tokens, hold_back=0))
 
     def test_a_cache_used_twice(self, llama):
         tokens = ids()
         cache = converted(llama, tokens)
         self.generate(llama, tokens, cache)
-        with pytest.raises(CacheUseError, match=r"was used before and has grown.*`cache.fork\(\)`"):
+        with pytest.raises(CacheUseError, match=r"used before, it has grown.*`cache.fork\(\)`"):
             self.generate(llama, tokens, cache)
 
     def test_prompt_lookup_with_the_whole_prompt(self, llama):
         tokens = ids().repeat(1, 2)
-        with pytest.raises(CacheUseError, match="prompt-lookup decoding was given the whole prompt"):
+        way_out = r"input_ids\[:, 23:\]" if TAKES_NEW_TOKENS_ONLY else "transformers 5.3"
+        with pytest.raises(CacheUseError, match=f"prompt look-up decoding do not skip.*{way_out}"):
             self.generate(llama, tokens, converted(llama, tokens), prompt_lookup_num_tokens=2)
+
+    @pytest.mark.skipif(not TAKES_NEW_TOKENS_ONLY, reason="this release takes the whole prompt only")
+    def test_prompt_lookup_with_new_tokens_only_works(self, llama):
+        tokens = ids().repeat(1, 2)
+        own = self.generate(llama, tokens, None)
+        new_only = self.generate(
+            llama, tokens[:, 23:], converted(llama, tokens), mask_length=24, prompt_lookup_num_tokens=2
+        )
+        assert torch.equal(own[:, 23:], new_only)
+
+    def test_a_longer_prompt_of_another_conversation(self, llama):
+        cache = converted(llama, ids())
+        self.generate(llama, ids(), cache)
+        with pytest.raises(CacheUseError, match="used for a prompt of 12 tokens.*does not begin with it"):
+            self.generate(llama, ids(tokens=30, seed=9), cache)
+
+    def test_the_same_conversation_grown_longer_goes_on(self, llama):
+        cache = converted(llama, ids())
+        first = self.generate(llama, ids(), cache)
+        longer = torch.cat([first, ids(tokens=5, seed=4)], 1)
+        assert torch.equal(self.generate(llama, longer, None), self.generate(llama, longer, cache))
+
+    def test_a_mask_that_fits_neither_way(self, llama):
+        with pytest.raises(CacheUseError, match="expected either the whole prompt"):
+            self.generate(llama, ids(tokens=2), converted(llama, ids(), hold_back=0), mask_length=13)
 
     def test_new_tokens_without_a_mask_over_everything(self, llama):
         tokens = ids()
-        with pytest.raises(CacheUseError, match="the mask covers the new tokens only"):
+        with pytest.raises(CacheUseError, match="pass an attention mask over everything, 12 tokens"):
             self.generate(llama, tokens[:, -1:], converted(llama, tokens))
 
     def test_the_right_ways_are_not_refused(self, llama):
@@ -106,8 +134,12 @@ class TestTheMaskMustSpanWhatIsCachedAndWhatIsFed:
         whole = torch.cat([tokens, more], 1)
         own = self.generate(llama, whole, None)
         assert torch.equal(own, self.generate(llama, whole, converted(llama, tokens, hold_back=0)))
-        new_only = self.generate(llama, more, converted(llama, tokens, hold_back=0), mask_length=15)
-        assert torch.equal(own[:, 12:], new_only)
+        if TAKES_NEW_TOKENS_ONLY:
+            new_only = self.generate(llama, more, converted(llama, tokens, hold_back=0), mask_length=15)
+            assert torch.equal(own[:, 12:], new_only)
+        else:
+            with pytest.raises(CacheUseError, match="can't go on from new tokens alone"):
+                self.generate(llama, more, converted(llama, tokens, hold_back=0), mask_length=15)
         logits = feed(llama, more, converted(llama, tokens, hold_back=0))
         torch.testing.assert_close(logits, feed(llama, whole)[:, -3:], rtol=1e-4, atol=1e-4)
         # As many new tokens as are cached is nothing special.
