@@ -15,6 +15,8 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -27,7 +29,9 @@ from hf_kvtransfer.tables import percent, table
 
 
 HERE = Path(__file__).resolve().parent
-TEXTS = HERE / "tiny_family" / "data"
+# Two kinds of English in the public domain, so that "a different document" is really different.
+CALIBRATION = (HERE / "texts" / "jargon_calibration.txt", HERE / "tiny_family" / "data" / "text_calibration.txt")
+TEST = (HERE / "texts" / "jargon_test.txt", HERE / "tiny_family" / "data" / "text_test.txt")
 MIDDLE_LAYERS = tuple(range(12, 18))
 
 
@@ -72,10 +76,19 @@ def _renumbered(state: dict[str, torch.Tensor], kept: list[int]) -> dict[str, to
     return result
 
 
+def calibration_texts(paths: Sequence[Path]) -> list[str]:
+    """Pieces of about 4,000 characters, in turn from each file, so that any number of sequences has some of all."""
+    pieces = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        pieces.append([text[start : start + 4000] for start in range(0, len(text), 4000)])
+    return [piece for row in zip_longest(*pieces) for piece in row if piece]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=str(TEXTS / "text_calibration.txt"), help="text to calibrate on")
-    parser.add_argument("--test", default=str(TEXTS / "text_test.txt"), help="held-out text to measure on")
+    parser.add_argument("--data", type=Path, nargs="+", default=CALIBRATION, help="text to calibrate on")
+    parser.add_argument("--test", type=Path, nargs="+", default=TEST, help="held-out text to measure on")
     parser.add_argument("--sequences", type=int, default=200, help="calibration sequences of 256 tokens")
     parser.add_argument("--k", default="auto", help='source layers per target layer: a number, "all" or "auto"')
     parser.add_argument("--chunks", type=int, default=8, help="measured chunks at each context length")
@@ -92,14 +105,15 @@ def main() -> None:
     mapper = KVMapper.fit(
         source,
         target,
-        arguments.data,
+        calibration_texts(arguments.data),
+        dataset_name=" + ".join(path.name for path in arguments.data),
         tokenizer=tokenizer,
         k=arguments.k if arguments.k in ("auto", "all") else int(arguments.k),
         sequence_length=256,
         num_sequences=arguments.sequences,
         token_stride=1,
         batch_size=4,
-        statistics_dir=arguments.folder / f"statistics-{Path(arguments.data).stem}-{arguments.sequences}",
+        statistics_dir=arguments.folder / f"statistics-{arguments.data[0].stem}-{arguments.sequences}",
     )
     mapper.save_pretrained(arguments.folder / "mapper")
     r2 = mapper.config.scores["r2"]
@@ -109,11 +123,11 @@ def main() -> None:
         f"(values); held out {r2['heldout']['keys_mean']:.3f}, {r2['heldout']['values_mean']:.3f}."
     )
 
-    text = Path(arguments.test).read_text(encoding="utf-8")
+    texts = [path.read_text(encoding="utf-8") for path in arguments.test]
     ways = conditions(source, target, mapper)
     figures = {}
     for prefix in (256, 2048):
-        results = prefix_nll(ways, text, tokenizer, prefix=prefix, scored=128, max_chunks=arguments.chunks)
+        results = prefix_nll(ways, texts, tokenizer, prefix=prefix, scored=128, max_chunks=arguments.chunks)
         figures[prefix] = {name: result.mean_nll() for name, result in results.items()}
     rows = [[way.name, *(f"{figures[prefix][way.name]:.3f}" for prefix in figures)] for way in ways]
     rows.append(["gap recovered", *(percent(_gap(values)) for values in figures.values())])
@@ -121,7 +135,7 @@ def main() -> None:
     print("\nNLL of the next 128 tokens, in nats per token; the mapper has only seen texts of 256 tokens:\n")
     print(table(["", *(f"{prefix} tokens of context" for prefix in figures)], rows))
 
-    prompt = " ".join(text.split()[:120])
+    prompt = " ".join(texts[0].split()[:120])
     print("\nWhat each writes after the first 120 words:\n")
     for generation in compare_generations(
         source, target, mapper, tokenizer, prompt, max_new_tokens=24, do_sample=False

@@ -44,7 +44,11 @@ def main(
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """What a user can mend is a sentence on standard error, not a traceback."""
+    """What a user can mend is a sentence on standard error, not a traceback; progress bars are for terminals."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         yield
     except KVTransferError as error:
@@ -117,7 +121,25 @@ def check(
         print(f"\nCalibration statistics: {_bytes(plan.statistics_bytes)} of memory in float64, half in float32.")
         for note in plan.notes:
             print(f"Note: {note}")
-        print("Whether the two share a tokenizer, `fit` checks.")
+        _print_tokenizers((source, source_revision), (target, target_revision), trust_remote_code)
+
+
+def _print_tokenizers(source: tuple[str, str | None], target: tuple[str, str | None], trust_remote_code: bool) -> None:
+    """Compares the tokenizers of both sides where both have one at hand; different ones rule the pair out."""
+    from .geometry import tokenizer_fingerprint
+
+    tokenizers = [_tokenizer_or_none(name, revision, trust_remote_code) for name, revision in (source, target)]
+    if any(tokenizer is None for tokenizer in tokenizers):
+        print("Not every side has its tokenizer with it, so `fit` will have to compare them.")
+        return
+    one, other = (tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers)
+    if one != other:
+        _fail(
+            f"The tokenizers of {source[0]} and {target[0]} have different vocabularies or merges; expected the same. "
+            "A cache can only be converted between models that read the same token ids: choose a pair with one "
+            "tokenizer."
+        )
+    print("The two share a tokenizer.")
 
 
 @app.command()

@@ -38,6 +38,7 @@ def fit_mapper(
     target_tokenizer: Any = None,
     source_revision: str | None = None,
     target_revision: str | None = None,
+    dataset_name: str | None = None,
     dataset_config: str | None = None,
     dataset_split: str = "train",
     text_field: str = "text",
@@ -65,6 +66,7 @@ def fit_mapper(
         source_revision (`str`, *optional*):
             The revision that the source was loaded with from the Hub, if not the main branch; recorded as a commit.
         target_revision (`str`, *optional*): the same for the target.
+        dataset_name (`str`, *optional*): what the manifest calls the text; by default derived from `dataset`.
         dataset_config (`str`, *optional*): of a dataset on the Hub.
         dataset_split (`str`, *optional*, defaults to `"train"`): of a dataset on the Hub.
         text_field (`str`, *optional*, defaults to `"text"`): the field of a row that holds the text.
@@ -93,7 +95,7 @@ def fit_mapper(
         target,
         tokenizer,
         texts,
-        dataset=describe_source(dataset),
+        dataset=dataset_name or describe_source(dataset),
         checkpoint_dir=statistics_dir,
         manifest=pair_manifest(source, target, source_revision, target_revision),
         **calibration,

@@ -73,10 +73,12 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     Raises:
         [`KVTransferError`]: if there is none.
     """
+    expected = "Expected a folder with tokenizer files, or the name of a model on the Hub."
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise KVTransferError(
-            f"No tokenizer could be loaded from {name}: {error} Expected a folder with tokenizer files, or the name "
-            "of a model on the Hub."
-        ) from error
+        raise KVTransferError(f"No tokenizer could be loaded from {name}: {error} {expected}") from error
+    # From a folder with a config alone, transformers makes a tokenizer of the right class with nothing in it.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise KVTransferError(f"The tokenizer of {name} has an empty vocabulary. {expected}")
+    return tokenizer

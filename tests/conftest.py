@@ -77,12 +77,12 @@ def smollm2_checkpoints(tmp_path_factory, worker_id):
     whole, pruned = base / "smollm2", base / "smollm2-without-six-layers"
     with FileLock(str(base / "smollm2.lock")):
         if not (base / "smollm2.done").exists():
-            _example("smollm2").make_checkpoints(whole, pruned)
+            load_example("smollm2").make_checkpoints(whole, pruned)
             (base / "smollm2.done").touch()
     return pruned, whole
 
 
-def _example(name):
+def load_example(name):
     """A script of `examples/` as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)

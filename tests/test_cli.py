@@ -104,6 +104,19 @@ class TestCheck:
         # Processor time, which a busy machine doesn't stretch.
         assert float(result.stderr.split("cpu seconds")[1]) < 5
 
+    def test_tokenizers_are_compared_where_both_are_at_hand(self, pair, tmp_path, config_folder):
+        from transformers import AutoTokenizer
+
+        assert "The two share a tokenizer" in invoke("check", *pair).output
+        assert "`fit` will have to compare" in invoke("check", pair[0], config_folder("qwen3")).output
+        build("qwen3").config.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(pair[0])
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(tmp_path)
+        result = invoke("check", pair[0], tmp_path)
+        assert result.exit_code == 1
+        assert "different vocabularies or merges" in result.output
+
     def test_no_folder_is_a_sentence_and_no_traceback(self, tmp_path):
         result = invoke("check", tmp_path, tmp_path)
         assert result.exit_code == 1

@@ -7,17 +7,20 @@ from hf_kvtransfer import KVMapper
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.evaluation import conditions, context_value_kept, gap_recovered, prefill, prefix_nll
 
+from .conftest import load_example
+
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.xdist_group("smollm2")]
 
 
 @pytest.fixture(scope="module")
-def mapper(smollm2, family):
+def mapper(smollm2):
     source, target, tokenizer = smollm2
+    example = load_example("smollm2")
     return KVMapper.fit(
         source,
         target,
-        str(family / "data" / "text_calibration.txt"),
+        example.calibration_texts(example.CALIBRATION),
         tokenizer=tokenizer,
         k=8,
         sequence_length=256,
@@ -35,13 +38,13 @@ def test_the_fit_holds_out_of_sample(mapper):
     assert mapper.config.geometry("target").num_layers == 30
 
 
-def test_the_transfer_lies_between_source_alone_and_target_native(mapper, smollm2, family, tmp_path):
+def test_the_transfer_lies_between_source_alone_and_target_native(mapper, smollm2, tmp_path):
     source, target, tokenizer = smollm2
     mapper.save_pretrained(tmp_path)
     loaded = KVMapper.from_pretrained(tmp_path)
-    text = (family / "data" / "text_test.txt").read_text()
+    texts = [path.read_text(encoding="utf-8") for path in load_example("smollm2").TEST]
     results = prefix_nll(
-        conditions(source, target, loaded), text, tokenizer, prefix=128, scored=64, max_chunks=12, progress=False
+        conditions(source, target, loaded), texts, tokenizer, prefix=128, scored=64, max_chunks=12, progress=False
     )
     nll = {name: result.mean_nll() for name, result in results.items()}
     print("\nNLL of 64 tokens after 128 tokens of context, in nats per token:")

@@ -35,7 +35,7 @@ class PrefixResult:
 
 def prefix_nll(
     conditions: Sequence[Condition],
-    text: str,
+    texts: str | Sequence[str],
     tokenizer: Any,
     *,
     prefix: int = 1024,
@@ -44,13 +44,14 @@ def prefix_nll(
     progress: bool = True,
 ) -> dict[str, PrefixResult]:
     """
-    Scores non-overlapping chunks of a text: the last `scored` tokens of each on a prefix cache of its first `prefix`
+    Scores non-overlapping chunks of text: the last `scored` tokens of each on a prefix cache of its first `prefix`
     tokens (arXiv 2608.03893, §4: 1,024 and 1,024). The first scored token is predicted by the prefix's last token,
-    which every condition reads itself.
+    which every condition reads itself. The different document of a chunk is the next chunk; with several texts they
+    take turns, so that it is of another text.
 
     Args:
         conditions (`Sequence[Condition]`): from [`conditions`].
-        text (`str`): held-out text.
+        texts (`str` or `Sequence[str]`): held-out text, or several.
         tokenizer (`PreTrainedTokenizerBase`): of both models.
         prefix (`int`, *optional*, defaults to 1024): tokens of context.
         scored (`int`, *optional*): tokens that are scored; as many as the prefix by default.
@@ -65,18 +66,11 @@ def prefix_nll(
     """
     scored = prefix if scored is None else scored
     length = prefix + scored
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-    count = ids.shape[1] // length
-    if count < 2:
-        raise KVTransferError(
-            f"The text has {ids.shape[1]} tokens; expected at least {2 * length}, two chunks of {length}. Give more "
-            "text, or a shorter prefix."
-        )
-    chunks = ids[:, : count * length].view(count, 1, length)
+    chunks = _chunks([texts] if isinstance(texts, str) else texts, tokenizer, length)
     results = {condition.name: PrefixResult() for condition in conditions}
     asked = chunks[:max_chunks]
     for index, chunk in enumerate(tqdm(asked, desc="Prefix NLL", disable=None if progress else True)):
-        context, other = chunk[:, :prefix], chunks[(index + 1) % count][:, :prefix]
+        context, other = chunk[:, :prefix], chunks[(index + 1) % len(chunks)][:, :prefix]
         for condition in conditions:
             cache, seconds = condition.read(context, other)
             fed = torch.cat([context[:, -1:], chunk[:, prefix:]], dim=1)
@@ -84,3 +78,18 @@ def prefix_nll(
             results[condition.name].nll.append(float(score.nll.mean()))
             results[condition.name].seconds.append(seconds)
     return results
+
+
+def _chunks(texts: Sequence[str], tokenizer: Any, length: int) -> list[torch.Tensor]:
+    """Chunks of shape `[1, length]`, in turn from each text until the first has no more."""
+    columns = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+        columns.append(ids.split(length, dim=1)[: ids.shape[1] // length])
+    chunks = [chunk for row in zip(*columns, strict=False) for chunk in row]
+    if len(chunks) < 2:
+        raise KVTransferError(
+            f"The text gives {len(chunks)} chunks of {length} tokens; expected at least two. Give more text, or a "
+            "shorter prefix."
+        )
+    return chunks
