@@ -20,6 +20,10 @@ from .saving import load_checked, save_atomically
 from .source import SourceCache, check_finite, read_source_cache
 
 
+# Of `save_pretrained`, what concerns the repository on the Hub and not the files.
+_REPOSITORY_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr")
+
+
 class LayerMap(nn.Module):
     """The maps of one target layer: one for its keys, one for its values."""
 
@@ -357,10 +361,12 @@ class KVMapper(PreTrainedModel):
             **kwargs: as in `PreTrainedModel.save_pretrained`.
         """
         push_to_hub = kwargs.pop("push_to_hub", False)
+        repository = {name: kwargs.pop(name) for name in _REPOSITORY_ARGUMENTS if name in kwargs}
         save_atomically(super().save_pretrained, save_directory, **kwargs)
         if push_to_hub:
-            repo_id = kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            self.push_to_hub(repo_id, **kwargs)
+            repository.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            shared = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
+            self.push_to_hub(**repository, **shared)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

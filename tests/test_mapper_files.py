@@ -211,3 +211,11 @@ def test_the_commit_of_a_checkpoint_from_the_hub_is_recorded(pair, tmp_path, mon
     manifest = pair_manifest(loaded, pair[1], source_revision="v1")
     assert manifest["source_revision"] == commit
     assert manifest["target_revision"] is None
+
+
+def test_saving_can_push_and_keeps_the_two_kinds_of_arguments_apart(mapper, tmp_path, monkeypatch):
+    pushed = {}
+    monkeypatch.setattr(KVMapper, "push_to_hub", lambda self, **keywords: pushed.update(keywords))
+    mapper.save_pretrained(tmp_path / "small-to-large", push_to_hub=True, private=True, max_shard_size="20KB")
+    assert pushed == {"repo_id": "small-to-large", "private": True, "max_shard_size": "20KB"}
+    assert (tmp_path / "small-to-large" / "model.safetensors.index.json").exists()

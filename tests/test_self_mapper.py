@@ -77,7 +77,7 @@ def test_a_fit_does_not_depend_on_positions(family, family_model, family_tokeniz
     ids = family_tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : 24 * 128].view(24, 128)
     scores = {shift: _r2(mapper, source, target, ids, shift) for shift in (0, 4000)}
     print(f"\nheld-out R² (keys, values) at positions 0–127: {scores[0]}, at 4,000–4,127: {scores[4000]}")
-    assert scores[0][0] > 0.5
+    assert min(scores[0]) > 0.3  # prose of books that neither model nor mapper has seen
     assert scores[4000] == pytest.approx(scores[0], abs=0.01)
 
 
