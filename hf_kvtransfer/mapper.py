@@ -15,7 +15,7 @@ from .geometry import ModelGeometry, tokenizer_fingerprint
 from .maps import MAPS
 from .pairing import check_model, check_tokenizer, pair_manifest
 from .positions import Positions, resolve_positions
-from .rope import RotaryCodec
+from .rope import RotaryCodec, RotaryTables
 from .saving import load_checked, save_atomically
 from .source import SourceCache, check_finite, read_source_cache
 
@@ -260,6 +260,7 @@ class KVMapper(PreTrainedModel):
     def _convert_range(self, source: SourceCache, positions: Positions, result: DynamicCache) -> None:
         geometry, codec = self.config.geometry("target"), self.codec("target")
         source_tables = self.codec("source").tables(positions.source, positions.source.device)
+        target_tables: dict[torch.device, RotaryTables] = {}
         # Each source layer's content keys are computed once and shared by all target layers that read it.
         content: dict[int, tuple[Tensor, Tensor]] = {}
         remaining = _last_use(self.config.support)
@@ -277,7 +278,9 @@ class KVMapper(PreTrainedModel):
             shape = (*key_features.shape[:2], layer.kv_heads, layer.head_dim)
             keys = maps.keys(key_features).view(shape).transpose(1, 2)
             values = maps.values(value_features).view(shape).transpose(1, 2)
-            keys = codec.apply(keys, codec.tables(positions.target, keys.device), index)
+            if keys.device not in target_tables:
+                target_tables[keys.device] = codec.tables(positions.target, keys.device)
+            keys = codec.apply(keys, target_tables[keys.device], index)
             if positions.mask is not None:
                 # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
                 real = positions.mask.to(keys.device)[:, None, :, None] != 0

@@ -9,6 +9,7 @@ from ._compat import checkpoint_commit
 from .config import KVMapperConfig
 from .errors import PairMismatchError
 from .geometry import ModelGeometry, decoder_of, text_config, tokenizer_fingerprint
+from .rope import RotaryCodec
 
 
 _VALUES_PER_TENSOR = 8
@@ -98,6 +99,7 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
 
     Raises:
         [`PairMismatchError`]: naming every difference.
+        [`UnsupportedModelError`]: if the model's rotary frequencies were rounded by a cast after loading.
     """
     expected = config.geometry(side)
     given = ModelGeometry.from_model(model)
@@ -111,6 +113,7 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
             f"({expected.checkpoint or expected.model_type}): {'; '.join(differences)}. Use the mapper of this pair, "
             "or fit one; to go on all the same, don't pass the model to `convert`."
         )
+    RotaryCodec.from_model(model)  # compares the frequencies it holds with those of its configuration
 
 
 def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:

@@ -4,7 +4,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvtransfer import ConversionError, KVMapper, PairMismatchError, SourceCacheError, TransferredCache
+from hf_kvtransfer import (
+    ConversionError,
+    KVMapper,
+    PairMismatchError,
+    SourceCacheError,
+    TransferredCache,
+    UnsupportedModelError,
+)
 from hf_kvtransfer._compat import cache_keyword
 
 from .architectures import ARCHITECTURES, VOCAB, build, missing
@@ -289,6 +296,11 @@ class TestRefusals:
     def test_the_same_model_in_another_dtype_is_no_other_model(self, qwen3):
         half = build("qwen3", dtype=torch.bfloat16)
         identity(qwen3).check_pair(source=half, target=half)
+
+    def test_a_model_whose_rotary_frequencies_were_rounded_by_a_cast(self, qwen3):
+        rounded = build("qwen3").to(torch.bfloat16)
+        with pytest.raises(UnsupportedModelError, match=r"frequencies .* not those of its config.*dtype="):
+            identity(qwen3).convert(prefilled(qwen3, ids()), source=rounded)
 
     def test_identity_between_different_geometries(self):
         with pytest.raises(PairMismatchError, match="`set_as_identity` needs the same"):
