@@ -148,8 +148,21 @@ def _legend(questions: list[Any], figures: dict[str, dict[str, float]]) -> str:
             "a prefix — its own prefill, or the conversion of a source cache that exists already.",
             "What the transfer keeps:",
             *shares,
+            f"  In words: {_verdict(figures)}",
         ]
     )
+
+
+def _verdict(figures: dict[str, dict[str, float]]) -> str:
+    """What the table says of look-ups, which R² and perplexity hide."""
+    accuracy = {name: values["accuracy"] for name, values in figures.items()}
+    kept = accuracy["transferred"] - accuracy["different document"]
+    worth = accuracy["target native"] - accuracy["different document"]
+    if kept < 0.1 * worth:
+        return "look-ups are lost. The target answers as if it had been given a different document."
+    if accuracy["transferred"] < accuracy["source alone"]:
+        return "some look-ups survive, but the source alone answers more of them."
+    return "look-ups survive, and the target answers more of them than the source alone."
 
 
 def _described(model: Any) -> str:

@@ -20,6 +20,7 @@ def test_the_whole_path_prints_every_condition(family):
     for name in ("source alone", "target native", "transferred", "random mapper", "different document", "no context"):
         assert name in text
     assert "gap recovered" in text
+    assert "In words: " in text
     assert figures["target native"]["accuracy"] > 0.95
     assert (
         figures["no context"]["accuracy"] < figures["source alone"]["accuracy"] < figures["target native"]["accuracy"]
