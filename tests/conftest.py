@@ -16,6 +16,8 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from .conformance.summary import pytest_terminal_summary  # noqa: F401 - a hook, which only this file can give to xdist
+
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = ROOT / "examples" / "tiny_family"

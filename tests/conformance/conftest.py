@@ -1,0 +1,1 @@
+from .summary import pytest_terminal_summary  # noqa: F401 - a hook
