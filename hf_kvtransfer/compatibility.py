@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ._compat import layer_kinds
 from .errors import UnsupportedModelError
 from .key_path import key_path, positions_given
 from .modules import attention_of, decoder_of, heads_of, skeleton, text_config, unwrap
@@ -60,7 +61,7 @@ def refusals(config_or_model: PreTrainedConfig | nn.Module) -> list[str]:
 
 def _config_refusals(name: str, section: PreTrainedConfig) -> Iterator[str]:
     kinds = defaultdict(list)
-    for layer, kind in enumerate(getattr(section, "layer_types", None) or []):
+    for layer, kind in enumerate(layer_kinds(section)):
         if kind not in ATTENTION_LAYER_TYPES:
             kinds[kind].append(layer)
     for kind, layers in kinds.items():
@@ -107,7 +108,7 @@ def _model_refusals(name: str, model: Any, section: PreTrainedConfig, known: boo
 
 
 def _layer_problems(decoder: Any, section: PreTrainedConfig, has_rope: bool) -> dict[str, list[int]]:
-    types = getattr(section, "layer_types", None) or []
+    types = layer_kinds(section)
     problems: dict[str, list[int]] = defaultdict(list)
     shared = getattr(section, "num_kv_shared_layers", None) or 0
     for index, layer in enumerate(decoder.layers):

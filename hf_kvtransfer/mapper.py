@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .cache import TransferredCache, cached_lengths, extend_cache
+from .appending import all_or_nothing, check_positions_meet, extend_cache, length_of
+from .cache import TransferredCache
 from .config import KVMapperConfig
 from .errors import ConversionError, PairMismatchError
 from .geometry import ModelGeometry, tokenizer_fingerprint
@@ -68,13 +69,8 @@ class KVMapper(PreTrainedModel):
         self.post_init()
 
     def _build_layers(self) -> None:
+        self.config.check_maps()
         source, target = self.config.geometry("source"), self.config.geometry("target")
-        if self.config.map_type not in MAPS:
-            raise PairMismatchError(
-                f"This mapper has the functional form `{self.config.map_type}`; this release knows "
-                f"{sorted(MAPS)}. Upgrade hf_kvtransfer."
-            )
-        _check_support(self.config.support, source, target)
         self.layers = nn.ModuleList(
             LayerMap(self.config.map_type, sum(source.layers[index].width for index in support), layer.width)
             for support, layer in zip(self.config.support, target.layers, strict=True)
@@ -247,17 +243,25 @@ class KVMapper(PreTrainedModel):
         if validate:
             check_finite(read, positions.mask)
 
-        result = TransferredCache.for_geometry(self.config.geometry("target")) if into is None else into
-        start = 0 if into is None else self._length_of(into, read.num_tokens)
+        geometry = self.config.geometry("target")
+        result, start = TransferredCache.for_geometry(geometry) if into is None else into, 0
+        if into is not None:
+            start = length_of(into, geometry, read.batch_size, read.num_tokens)
+            check_positions_meet(into, start, positions, self.codec("target"))
         stop = max(read.num_tokens - hold_back, start)
         # Gradients flow into the mapper while it trains; a converted cache that carried them at inference could not
         # even be copied.
-        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()), all_or_nothing(result):
             if stop > start:
-                self._convert_range(read.narrow(start, stop - start), positions.narrow(start, stop - start), result)
+                missing = read.narrow(start, stop - start), positions.narrow(start, stop - start)
+                self._convert_range(*missing, result, validate)
+        if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):
+            result.record_positions(positions.target[:, :stop], positions.mask)
         return result
 
-    def _convert_range(self, source: SourceCache, positions: Positions, result: DynamicCache) -> None:
+    def _convert_range(
+        self, source: SourceCache, positions: Positions, result: DynamicCache, validate: bool = True
+    ) -> None:
         geometry, codec = self.config.geometry("target"), self.codec("target")
         source_tables = self.codec("source").tables(positions.source, positions.source.device)
         target_tables: dict[torch.device, RotaryTables] = {}
@@ -286,7 +290,14 @@ class KVMapper(PreTrainedModel):
                 real = positions.mask.to(keys.device)[:, None, :, None] != 0
                 keys, values = keys.where(real, 0), values.where(real, 0)
             dtype = source.keys[0].dtype
-            extend_cache(result, index, keys.to(dtype), values.to(dtype))
+            keys, values = keys.to(dtype), values.to(dtype)
+            if validate and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+                raise ConversionError(
+                    f"Target layer {index} comes out with NaN or infinite numbers ({dtype}, mapper in {weight.dtype}) "
+                    "from a finite source cache; expected finite ones. If one of the two is float16, use bfloat16 or "
+                    "float32, which don't overflow; otherwise the mapper's weights are damaged: load them again."
+                )
+            extend_cache(result, index, keys, values)
             for source_layer in support:
                 if remaining[source_layer] == index:
                     del content[source_layer]
@@ -299,29 +310,6 @@ class KVMapper(PreTrainedModel):
                 "whether it holds any; expected `position_ids`. For a context of text alone pass "
                 "`torch.arange(tokens)[None]`, or those of the mask; a context with images can't be converted."
             )
-
-    def _length_of(self, into: Any, tokens: int) -> int:
-        """The number of tokens that `into` holds already, after checking that the source can go on from there."""
-        geometry = self.config.geometry("target")
-        if not isinstance(into, DynamicCache):
-            raise ConversionError(
-                f"`into` is a {type(into).__name__}; expected a `DynamicCache` of the target (native or converted), "
-                "which can grow."
-            )
-        lengths = cached_lengths(into.layers)
-        if not lengths:
-            return 0
-        if len(lengths) != len(geometry.layers) or len(set(lengths)) > 1:
-            raise ConversionError(
-                f"`into` holds {sorted(set(lengths))} tokens in its {len(lengths)} layers; expected the same number in "
-                f"each of the target's {len(geometry.layers)} layers. Pass a cache that the target or this mapper made."
-            )
-        if lengths[0] > tokens:
-            raise ConversionError(
-                f"`into` already holds {lengths[0]} tokens, the source cache only {tokens}; expected a source that has "
-                "read at least as far. Pass the source cache of the whole conversation, in the same order."
-            )
-        return lengths[0]
 
     def forward(self, source_cache: Any, **kwargs: Any) -> Any:
         """The same as [`~KVMapper.convert`]."""
@@ -357,7 +345,8 @@ class KVMapper(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """
         Saves configuration and weights (safetensors, sharded by `max_shard_size`). Everything is written beside the
-        folder first and moved in when complete, so that a failed write leaves an earlier mapper as it was.
+        folder first and moved in when complete, so that a failed write leaves an earlier mapper as it was. Digests of
+        the files are recorded in the configuration.
 
         Args:
             save_directory (`str` or `os.PathLike`): the folder; made if missing.
@@ -375,10 +364,12 @@ class KVMapper(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a mapper from a folder or the Hub. All arguments of `PreTrainedModel.from_pretrained` apply: `revision`,
-        `dtype`, `device_map`, `local_files_only`, `token`, ….
+        `dtype`, `device_map`, `local_files_only`, `token`, …. `verify=False` skips the comparison of the files with the
+        digests that were recorded when they were saved.
 
         Raises:
             [`MapperFileError`]: if weights are missing, damaged, or don't belong to the configuration.
+            [`PairMismatchError`]: if the configuration contradicts itself.
         """
         return load_checked(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
@@ -391,17 +382,3 @@ def _flat(states: Tensor) -> Tensor:
 def _last_use(support: Sequence[Sequence[int]]) -> dict[int, int]:
     """For each source layer the last target layer that reads it."""
     return {source: index for index, layers in enumerate(support) for source in layers}
-
-
-def _check_support(support: Sequence[Sequence[int]], source: ModelGeometry, target: ModelGeometry) -> None:
-    if len(support) != len(target.layers):
-        raise PairMismatchError(
-            f"The mapper's support names {len(support)} target layers, its geometry {len(target.layers)}; expected "
-            "the same number. The configuration is damaged: load the mapper again."
-        )
-    for index, layers in enumerate(support):
-        if not layers or len(set(layers)) != len(layers) or not all(0 <= i < len(source.layers) for i in layers):
-            raise PairMismatchError(
-                f"The support of target layer {index} is {list(layers)}; expected one or more different source layers "
-                f"below {len(source.layers)}. The configuration is damaged: load the mapper again."
-            )

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ._compat import checkpoint_commit
 from .config import KVMapperConfig
@@ -14,6 +15,7 @@ from .rope import RotaryCodec
 
 _VALUES_PER_TENSOR = 8
 _TENSORS_PER_LAYER = 3
+_ADAPTERS = "adapters"
 # Loading in float16 or bfloat16 moves a weight by up to 2⁻⁸ of its size; another checkpoint moves it by all of it.
 _TOLERANCE = 0.02
 
@@ -44,7 +46,7 @@ def weight_sample(model: nn.Module) -> dict[str, list[float]]:
 
     Returns:
         `dict[str, list[float]]`: up to eight evenly spaced weights of up to three matrices of the first and the last
-        decoder layer, by parameter name.
+        decoder layer, by parameter name; and the size of all adapters (PEFT), which change keys but no weights.
     """
     layers: Any = decoder_of(model).layers
     sample: dict[str, list[float]] = {}
@@ -57,7 +59,19 @@ def weight_sample(model: nn.Module) -> dict[str, list[float]]:
         usable = [(n, p) for n, p in matrices if p.is_floating_point() and p.device.type != "meta"]
         for name, parameter in usable[:_TENSORS_PER_LAYER]:
             sample[f"layers.{index}.{name}"] = _evenly_spaced(parameter)
+    sample[_ADAPTERS] = [_adapter_size(layers)]
     return sample
+
+
+@torch.no_grad()
+def _adapter_size(layers: Any) -> float:
+    """The summed size of the adapters' output matrices, which is zero without adapters and with untrained ones."""
+    sizes = [
+        float(parameter.float().abs().sum())
+        for name, parameter in layers.named_parameters()
+        if "lora_B" in name and parameter.device.type != "meta"
+    ]
+    return round(sum(sizes), 6)
 
 
 @torch.no_grad()
@@ -102,6 +116,11 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
         [`UnsupportedModelError`]: if the model's rotary frequencies were rounded by a cast after loading.
     """
     expected = config.geometry(side)
+    if not isinstance(model, nn.Module):
+        raise PairMismatchError(
+            f"`{side}` is a {type(model).__name__}; expected the loaded {side} model. Load it with "
+            "`AutoModelForCausalLM.from_pretrained`, or leave the argument out to skip the check."
+        )
     given = ModelGeometry.from_model(model)
     differences = expected.differences(given)
     stored = getattr(config, f"{side}_weights")
@@ -124,6 +143,11 @@ def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:
         [`PairMismatchError`]: if the fingerprints differ.
     """
     expected = config.tokenizer_fingerprint
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise PairMismatchError(
+            f"`tokenizer` is a {type(tokenizer).__name__}; expected a tokenizer of Transformers. Load it with "
+            "`AutoTokenizer.from_pretrained`, or leave the argument out to skip the check."
+        )
     if expected is not None and tokenizer_fingerprint(tokenizer) != expected:
         raise PairMismatchError(
             f"The tokenizer ({getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}) has another "
@@ -133,7 +157,10 @@ def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:
 
 
 def _different_weights(stored: dict[str, list[float]], given: dict[str, list[float]]) -> list[str]:
-    for name in sorted(stored.keys() & given.keys()):
+    adapters = [sample.get(_ADAPTERS, [0.0])[0] for sample in (stored, given)]
+    if abs(adapters[0] - adapters[1]) > _TOLERANCE * max(adapters):
+        return ["the same configuration, but another adapter, or one where there was none"]
+    for name in sorted(stored.keys() & given.keys() - {_ADAPTERS}):
         one, other = torch.tensor(stored[name]), torch.tensor(given[name])
         if one.shape == other.shape and (one - other).abs().max() > _TOLERANCE * one.abs().max():
             return [f"the same configuration, but other weights (`{name}` differs)"]

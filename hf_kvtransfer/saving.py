@@ -1,5 +1,6 @@
-"""Writing a mapper so that a failure leaves the old one, and loading it so that nothing is silently missing."""
+"""Writing a mapper so that an interruption leaves a whole one, and loading it so that nothing is silently wrong."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -7,19 +8,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from transformers.utils import cached_file
 
-from .errors import MapperFileError
+from .digests import CONFIG_FILE, check_config, check_files, digests_of, loaded_files
+from .errors import KVTransferError, MapperFileError
+
+
+# A folder inside the mapper's own that holds a complete newer mapper while its files are being moved out of it.
+_COMMITTED = ".saved"
+
+_HUB_KEYWORDS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def save_atomically(save: Callable[..., None], folder: str | os.PathLike[str], **kwargs: Any) -> None:
     """
-    Calls `save(staging, **kwargs)` on a folder beside `folder` and moves the finished files in, weights first and the
-    configuration last. Weights of an earlier save that the new one doesn't have (other shards) are removed at the end.
+    Calls `save(staging, **kwargs)` on a folder beside `folder`, records the digests of what it wrote, and puts the
+    files in place. Whenever it is interrupted, [`load_checked`] finds either the old mapper or the new one: the staged
+    folder is first renamed into `folder`, which is one step, and is what is loaded as long as it is there.
 
     Args:
         save (`Callable`): writes a complete checkpoint into the folder it is given.
-        folder (`str` or `os.PathLike`): where the checkpoint belongs; made if missing. Other files in it are kept.
+        folder (`str` or `os.PathLike`): where the checkpoint belongs; made if missing. Other files in it are kept, but
+            weights of an earlier save are removed.
 
     Raises:
         [`MapperFileError`]: if `folder` exists and is not a folder.
@@ -31,42 +41,86 @@ def save_atomically(save: Callable[..., None], folder: str | os.PathLike[str], *
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         save(staging, **kwargs)
-        written = sorted((path for path in staging.iterdir()), key=lambda path: path.name == "config.json")
+        _record_digests(staging)
+        staging.chmod(0o755)  # temporary folders are private to their maker
         final.mkdir(exist_ok=True)
-        for path in written:
-            os.replace(path, final / path.name)
-        names = {path.name for path in written}
-        for stale in final.glob("model*.safetensors*"):
-            if stale.name not in names:
-                stale.unlink()
+        _finish(final)
+        for litter in final.glob(f"{_COMMITTED}-*"):
+            shutil.rmtree(litter, ignore_errors=True) if litter.is_dir() else litter.unlink()
+        os.replace(staging, final / _COMMITTED)
+        _finish(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _record_digests(folder: Path) -> None:
+    path = folder / CONFIG_FILE
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["digests"] = digests_of(folder, config)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _finish(final: Path) -> None:
+    """Puts the files of a committed save in place, also of one that was interrupted here earlier."""
+    committed = final / _COMMITTED
+    if not committed.is_dir():
+        return
+    written = sorted(path for path in committed.iterdir() if path.is_file())
+    for path in written:
+        beside = committed.with_name(f"{_COMMITTED}-{path.name}")
+        beside.unlink(missing_ok=True)
+        try:
+            os.link(path, beside)
+        except OSError:  # no hard links on this file system
+            shutil.copyfile(path, beside)
+        os.replace(beside, final / path.name)
+    names = {path.name for path in written}
+    for stale in final.glob("model*.safetensors*"):
+        if stale.name not in names:
+            stale.unlink()
+    done = Path(tempfile.mkdtemp(prefix=f"{_COMMITTED}-", dir=final))
+    os.replace(committed, done / "files")
+    shutil.rmtree(done, ignore_errors=True)
+
+
 def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
     """
-    Calls a `from_pretrained` and refuses a checkpoint of which anything is missing or superfluous.
+    Calls a `from_pretrained` and refuses a checkpoint of which anything is missing, superfluous, or not as it was
+    saved.
+
+    Args:
+        load (`Callable`): the `from_pretrained` of the class above.
+        path (`str` or `os.PathLike`): a folder, or a repository on the Hub.
+        verify (`bool`, *optional*, defaults to `True`): whether to compare the files with the digests in the
+            configuration. A configuration without digests is loaded without.
+        **kwargs: as in `PreTrainedModel.from_pretrained`.
 
     Raises:
         [`MapperFileError`]: if files are missing or damaged, or weights don't belong to the configuration.
     """
-    wants_info = kwargs.pop("output_loading_info", False)
+    wants_info, verify = kwargs.pop("output_loading_info", False), kwargs.pop("verify", True)
+    if (committed := _committed(path)) is not path and "config" in kwargs:
+        kwargs["config"] = load.__self__.config_class.from_pretrained(committed)  # type: ignore[attr-defined]
+    path = committed
+    config = _read_config(load.__self__.config_class, path, kwargs)  # type: ignore[attr-defined]
+    if config and verify:
+        check_config(config, path, kwargs.get("config"))
     try:
         mapper, info = load(path, *args, output_loading_info=True, **kwargs)
-    except MapperFileError:
+    except (KVTransferError, MemoryError):
         raise
-    except (OSError, SafetensorError, EOFError) as error:
-        raise MapperFileError(
-            f"No mapper could be loaded from {path}: {error} Expected a folder or Hub repository with a `config.json` "
-            "and safetensors weights written by `KVMapper.save_pretrained`. If the files are damaged, fetch or fit "
-            "the mapper again."
-        ) from error
     except RuntimeError as error:
-        if "size mismatch" not in str(error) and "mismatch" not in str(error):
+        if "mismatch" not in str(error):
             raise
         raise MapperFileError(
             f"The weights in {path} don't fit its configuration ({error}); expected files of one and the same mapper. "
             "Fetch or fit the mapper again."
+        ) from error
+    except Exception as error:  # what a damaged file leads to depends on the release
+        raise MapperFileError(
+            f"No mapper could be loaded from {path}: {error} Expected a folder or Hub repository with a `config.json` "
+            "and safetensors weights written by `KVMapper.save_pretrained`. If the files are damaged, fetch or fit "
+            "the mapper again."
         ) from error
     wrong = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys")}
     wrong["mismatched_keys"] = [str(key) for key in info.get("mismatched_keys") or ()]
@@ -77,4 +131,54 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
             f"The weights in {path} don't fit its configuration: {len(keys)} {kind.replace('_', ' ')} (first: "
             f"{keys[0]}); expected files of one and the same mapper. Fetch or fit the mapper again."
         )
+    if config and verify:
+        names = loaded_files(config, lambda name: _resolve(path, name, kwargs), kwargs.get("variant"))
+        check_files(config, names, path)
     return (mapper, info) if wants_info else mapper
+
+
+def _committed(path: Any) -> Any:
+    """The folder to load from: a save that was interrupted while its files were put in place is complete inside."""
+    if isinstance(path, str | os.PathLike) and (Path(path) / _COMMITTED).is_dir():
+        return Path(path) / _COMMITTED
+    return path
+
+
+def _resolve(path: Any, name: str, kwargs: dict[str, Any]) -> Path | None:
+    """Where a file of the checkpoint lies on this machine, or `None`."""
+    keywords = {key: kwargs[key] for key in _HUB_KEYWORDS if kwargs.get(key) is not None}
+    if isinstance(path, str | os.PathLike) and Path(path).is_dir():
+        found = Path(path) / keywords.get("subfolder", "") / name
+        return found if found.is_file() else None
+    if name != CONFIG_FILE:
+        keywords["local_files_only"] = True  # they have just been loaded from there
+    try:
+        found = cached_file(
+            str(path),
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **keywords,
+        )
+    except (OSError, ValueError):  # loading itself says what is wrong
+        return None
+    return None if found is None else Path(found)
+
+
+def _read_config(config_class: Any, path: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The checkpoint's configuration as it is in the file, after checking that a mapper can be built from it."""
+    file = None if path is None else _resolve(path, CONFIG_FILE, kwargs)
+    if file is None:
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise MapperFileError(
+            f"The `config.json` in {path} can't be read ({error}); expected the JSON object that "
+            "`KVMapper.save_pretrained` writes. Fetch or fit the mapper again."
+        ) from error
+    config_class.check_values(config)
+    return config

@@ -144,13 +144,19 @@ def _read_layer(layer: Any, index: int) -> tuple[Tensor, Tensor]:
             f"Layer {index} of the source cache ({name}) is empty; expected keys and values. Run the source model "
             "over the context first; layers that share another layer's keys can't be converted."
         )
-    tokens = int(layer.get_seq_length())
     if hasattr(layer, "_quantized_keys"):
         keys, values = _dequantise(layer)
     else:
         keys, values = layer.keys, layer.values
-    held = keys.shape[-2] if keys.dim() == 4 else 0
-    if tokens > held > 0:
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise SourceCacheError(
+            f"Layer {index} of the source cache ({name}) holds {type(keys).__name__} and {type(values).__name__}; "
+            "expected tensors of keys and values. Pass the cache as the source model left it."
+        )
+    if keys.dim() != 4:
+        return keys, values  # refused with its shape
+    tokens, held = int(layer.get_seq_length()), keys.shape[-2]
+    if tokens > held:
         raise SourceCacheError(
             f"Layer {index} of the source cache ({name}) has seen {tokens} tokens but holds only the last {held}: its "
             "sliding window dropped the others, so they can't be converted. Prefill the source with a bare "
@@ -179,10 +185,11 @@ def _check_consistent(source: SourceCache) -> None:
     first = source.keys[0]
     for index, (key, value) in enumerate(zip(source.keys, source.values, strict=True)):
         for kind, tensor in (("keys", key), ("values", value)):
-            if tensor.dim() != 4 or not tensor.is_floating_point():
+            # Eight-bit numbers mean nothing without the scales that a quantised layer keeps beside them.
+            if tensor.dim() != 4 or not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise SourceCacheError(
                     f"The {kind} of source layer {index} have shape {list(tensor.shape)} and dtype {tensor.dtype}; "
-                    "expected floating-point [batch, kv_heads, tokens, head_dim]."
+                    "expected floating-point [batch, kv_heads, tokens, head_dim] of 16 bits or more."
                 )
             if tensor.shape[2] == 0 or tensor.shape[0] == 0:
                 raise SourceCacheError(
@@ -193,7 +200,8 @@ def _check_consistent(source: SourceCache) -> None:
                 raise SourceCacheError(
                     f"The source cache is ragged: layer 0 holds {first.shape[0]} rows × {first.shape[2]} tokens, the "
                     f"{kind} of layer {index} {tensor.shape[0]} × {tensor.shape[2]}; expected the same in every "
-                    "layer. Was the forward pass interrupted, or the cache cropped layer by layer?"
+                    "layer. The forward pass was interrupted, or the cache cropped layer by layer: run the source "
+                    "model again."
                 )
             if tensor.device.type == "meta":
                 raise SourceCacheError(

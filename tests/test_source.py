@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, QuantizedLayer
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, QuantizedLayer
 
 from hf_kvtransfer import ModelGeometry, SourceCacheError, read_source_cache
 from hf_kvtransfer._compat import cache_keyword
@@ -117,12 +117,35 @@ def test_refuses_what_is_no_cache():
 def test_refuses_an_empty_cache(llama):
     with pytest.raises(SourceCacheError, match="empty"):
         read_source_cache(DynamicCache())
-    with pytest.raises(SourceCacheError, match="layer|Layer 0"):
+    with pytest.raises(SourceCacheError, match=r"Layer 0 of the source cache \(\w+\) is empty"):
         read_source_cache(DynamicCache(config=llama.config))
     hollow = DynamicCache()
     hollow.update(torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 0, 4), 0)
     with pytest.raises(SourceCacheError, match="empty"):
         read_source_cache(hollow)
+
+
+def test_refuses_an_encoder_decoder_cache(plain):
+    with pytest.raises(SourceCacheError, match="Got an EncoderDecoderCache"):
+        read_source_cache(EncoderDecoderCache(plain, DynamicCache()))
+
+
+def test_refuses_layers_that_hold_no_tensors(llama):
+    cache = DynamicCache()
+    run(llama, cache)
+    cache.layers[1].values = [0.0]
+    with pytest.raises(SourceCacheError, match="Layer 1 of the source cache .* holds Tensor and list"):
+        read_source_cache(cache)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, 5, 16), torch.zeros(1, 2, 5, 16, dtype=torch.long), torch.zeros(1, 2, 5, 16).to(torch.float8_e5m2)],
+    ids=["3-D", "whole numbers", "8 bits without their scale"],
+)
+def test_refuses_tensors_of_another_shape_or_dtype(tensor):
+    with pytest.raises(SourceCacheError, match="The keys of source layer 0 have shape .* 16 bits or more"):
+        read_source_cache([(tensor, tensor)])
 
 
 def test_refuses_a_ragged_cache():
