@@ -82,6 +82,17 @@ def _wrapped(name: str, text: str, vision: dict[str, Any], **values: Any) -> Cal
     return make
 
 
+def _olmo3() -> PreTrainedConfig:
+    """YaRN where attention is full; newer releases have rotary parameters by layer type, and ignore flat ones."""
+    make = _config("Olmo3Config", layer_types=_TWO_TYPES, sliding_window=6, rope_parameters=_YARN)
+    if "full_attention" not in make().rope_parameters:
+        return make()
+    by_type = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    return _config("Olmo3Config", layer_types=_TWO_TYPES, sliding_window=6, rope_parameters=by_type)()
+
+
+_olmo3.config_name = "Olmo3Config"  # type: ignore[attr-defined]
+
 _PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -124,7 +135,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     "olmo2": _config("Olmo2Config"),
-    "olmo3": _config("Olmo3Config", layer_types=_TWO_TYPES, sliding_window=6, rope_parameters=_YARN),
+    "olmo3": _olmo3,
     "granite": _config("GraniteConfig", attention_multiplier=0.25),
     "cohere": _config("CohereConfig", use_qk_norm=True),
     "cohere2": _config("Cohere2Config", **_HEAD, layer_types=_TWO_TYPES, sliding_window=6),

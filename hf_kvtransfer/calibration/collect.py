@@ -220,8 +220,8 @@ class _Collection:
 
 def _other_collection(folder: Path, what: str) -> CalibrationError:
     return CalibrationError(
-        f"The checkpoint in {folder} is of another collection ({what}). Pass another `checkpoint_dir`, or "
-        "resume=False to start over and replace it."
+        f"The checkpoint in {folder} is of another collection ({what}). Pass another folder as `statistics_dir` "
+        "(`checkpoint_dir` of `collect`), or resume=False to start over and replace it."
     )
 
 
