@@ -285,12 +285,10 @@ def generate(
         if not compare:
             print(results[0].text)
             return
-        rows = [
-            [r.name, f"{1000 * r.prefill_seconds:.1f}", f"{1000 * r.total_seconds:.1f}", " ".join(r.text.split())]
-            for r in results
-        ]
-        width = max(20, *(len(row[3]) for row in rows))
-        print(table(["", "prefill ms", "total ms", "text"], [[*row[:3], row[3].ljust(width)] for row in rows]))
+        for r in results:
+            print(f"{r.name}: {' '.join(r.text.split())}")
+        times = [[r.name, f"{1000 * r.prefill_seconds:.1f}", f"{1000 * r.total_seconds:.1f}"] for r in results]
+        print(f"\n{table(['', 'prefill ms', 'total ms'], times)}")
         print("\nprefill: until the answering model has a cache of the prompt; for the transfer, the conversion alone.")
 
 
@@ -303,8 +301,12 @@ def demo(
     sequences: Annotated[int, typer.Option(help="Calibration sequences of 256 tokens.")] = 500,
 ) -> None:
     """Fit, save, load, convert and answer on the tiny models that the repository ships."""
+    import torch
+
     from .demo import find_family, run_demo
 
+    # Models this small gain nothing from more threads, and on a busy machine lose much by waiting for them.
+    torch.set_num_threads(1)
     with _typed_errors():
         run_demo(
             find_family(family),

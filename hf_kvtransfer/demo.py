@@ -136,10 +136,10 @@ def _legend(questions: list[Any], figures: dict[str, dict[str, float]]) -> str:
     for name, unit in (("accuracy", "look-ups"), ("text_nll", "text NLL")):
         native, alone = figures["target native"][name], figures["source alone"][name]
         transferred, nothing = figures["transferred"][name], figures["no context"][name]
-        shares.append(
-            f"  {unit}: gap recovered {percent(gap_recovered(transferred, alone, native))}, "
-            f"context value kept {percent(context_value_kept(transferred, nothing, native))}"
-        )
+        is_better = native > alone if name == "accuracy" else native < alone
+        gap = percent(gap_recovered(transferred, alone, native)) if is_better else "– (the source is the better model)"
+        kept = percent(context_value_kept(transferred, nothing, native))
+        shares.append(f"  {unit}: gap recovered {gap}, context value kept {kept}")
     return "\n".join(
         [
             f"\nAccuracy: the answer is the most likely token of the whole vocabulary; guessing among the places named "

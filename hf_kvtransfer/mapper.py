@@ -335,9 +335,25 @@ class KVMapper(PreTrainedModel):
             check_tokenizer(self.config, tokenizer)
 
     def codec(self, side: str) -> RotaryCodec:
-        """The rotary code of one side, `"source"` or `"target"`, built once from its configuration."""
+        """
+        The rotary code of one side, `"source"` or `"target"`, built once from its configuration.
+
+        Raises:
+            [`PairMismatchError`]: if the stored configuration and the stored geometry contradict each other.
+        """
         if side not in self._codecs:
-            self._codecs[side] = RotaryCodec.from_config(self.config.model_config(side))
+            codec = RotaryCodec.from_config(self.config.model_config(side))
+            shapes = [
+                [(layer.kv_heads, layer.head_dim, layer.rotary) for layer in geometry.layers]
+                for geometry in (self.config.geometry(side), codec.geometry)
+            ]
+            if shapes[0] != shapes[1]:
+                raise PairMismatchError(
+                    f"`{side}_config` and `{side}_geometry` of this mapper describe different models "
+                    f"({'; '.join(self.config.geometry(side).differences(codec.geometry))}); expected one and the "
+                    "same. The configuration is damaged: load the mapper again."
+                )
+            self._codecs[side] = codec
         return self._codecs[side]
 
     # ------------------------------------------------------------------------------------------------------- files

@@ -130,7 +130,7 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
         raise PairMismatchError(
             f"The {side} model ({given.checkpoint or given.model_type}) is not the one this mapper was fitted for "
             f"({expected.checkpoint or expected.model_type}): {'; '.join(differences)}. Use the mapper of this pair, "
-            "or fit one; to go on all the same, don't pass the model to `convert`."
+            "or fit one; to go on unchecked, give `convert` the cache alone."
         )
     RotaryCodec.from_model(model)  # compares the frequencies it holds with those of its configuration
 

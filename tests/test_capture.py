@@ -350,3 +350,14 @@ def calibrate(sequences):
 def test_memory_doesnt_grow_with_the_text():
     few, many = peak_memory(50), peak_memory(400)
     assert many < 1.1 * few
+
+
+def test_a_tokenizer_that_can_only_be_another_models_is_refused(family_model):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tiny = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")))
+    model = family_model("small")
+    with pytest.raises(CalibrationError, match="knows 2 tokens, the models have 3072 embeddings"):
+        collect(model, model, tiny, ["a a a a"] * 50, sequence_length=8)

@@ -164,7 +164,7 @@ class TestFitAndGenerate:
         (tmp_path / "prompt.txt").write_text("the kettle in garden")
         result = invoke("generate", *pair, mapper, "--prompt-file", tmp_path / "prompt.txt", "--compare")
         assert result.exit_code == 0, result.output
-        for name in ("source alone", "target native", "transferred", "prefill ms"):
+        for name in ("source alone: ", "target native: ", "transferred: ", "prefill ms"):
             assert name in result.output
 
     def test_a_mapper_of_another_pair_is_refused(self, mapper, pair):

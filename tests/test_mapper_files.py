@@ -219,3 +219,11 @@ def test_saving_can_push_and_keeps_the_two_kinds_of_arguments_apart(mapper, tmp_
     mapper.save_pretrained(tmp_path / "small-to-large", push_to_hub=True, private=True, max_shard_size="20KB")
     assert pushed == {"repo_id": "small-to-large", "private": True, "max_shard_size": "20KB"}
     assert (tmp_path / "small-to-large" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_configuration_that_contradicts_its_geometry_is_refused(mapper, source_cache, side):
+    stored = getattr(mapper.config, f"{side}_config")
+    setattr(mapper.config, f"{side}_config", {**stored, "head_dim": 64})
+    with pytest.raises(PairMismatchError, match=f"`{side}_config` and `{side}_geometry`.*head_dim 16 against 64"):
+        KVMapper(mapper.config).convert(source_cache)

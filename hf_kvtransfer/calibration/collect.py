@@ -148,6 +148,12 @@ def collect(
 
     codecs = RotaryCodec.from_model(source), RotaryCodec.from_model(target)
     limit = min(_vocabulary(source), _vocabulary(target))
+    known = len(tokenizer.get_vocab())
+    if known < limit / 2:
+        raise CalibrationError(
+            f"The tokenizer knows {known} tokens, the models have {limit} embeddings; expected the tokenizer that both "
+            "were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
+        )
     unsaved = 0
     with tqdm(
         total=num_sequences,

@@ -221,7 +221,7 @@ def _pack(
     if num_sequences is not None:
         warnings.warn(
             f"The text was enough for {produced} of {num_sequences} sequences of {sequence_length} tokens; "
-            "calibration goes on with those. Pass more text for a better fit.",
+            "calibration goes on with those. For a better fit pass more text, or a smaller `sequence_length`.",
             UserWarning,
             stacklevel=2,
         )
