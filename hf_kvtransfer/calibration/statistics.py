@@ -104,8 +104,8 @@ class CalibrationStatistics:
         moments = self.splits[split][kind]
         if moments.count == 0:
             raise CalibrationError(
-                f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences (text is "
-                "packed into sequences of `sequence_length` tokens: make that smaller where there is little), with a "
+                f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences (text "
+                "is packed into sequences of `sequence_length` tokens: make that smaller where there is little), with a "
                 '`heldout_fraction` above zero if held-out figures are wanted, which `k="auto"` needs.'
             )
         return moments
