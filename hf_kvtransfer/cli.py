@@ -65,7 +65,7 @@ def _fail(sentence: str, code: int = 1) -> NoReturn:
 def _k(value: str) -> Any:
     if value in ("auto", "all"):
         return value
-    if not value.isdigit() or int(value) < 1:
+    if not (value.isascii() and value.isdecimal()) or int(value) < 1:
         raise typer.BadParameter(f'{value!r} is not a number of layers, "all" or "auto".')
     return int(value)
 
@@ -74,7 +74,7 @@ def _k(value: str) -> Any:
 def check(
     source: Source,
     target: Target,
-    k: Annotated[list[int] | None, typer.Option(help="Show the mapper's size at this k (repeatable).")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="Show the mapper's size at this k (repeatable).")] = None,
     source_revision: SourceRevision = None,
     target_revision: TargetRevision = None,
     trust_remote_code: Trust = False,
@@ -178,12 +178,14 @@ def fit(
 
     from .loading import load_model, load_tokenizer
     from .mapper import KVMapper
+    from .saving import check_writable
 
     with _typed_errors():
         chosen = _k(k)
-        saved_as = getattr(torch, save_dtype, None)
-        if not isinstance(saved_as, torch.dtype) or not saved_as.is_floating_point:
-            raise typer.BadParameter(f"{save_dtype!r} is not a floating-point dtype of torch, such as float32.")
+        check_writable(output)
+        if save_dtype not in ("float32", "bfloat16", "float16", "float64"):
+            raise typer.BadParameter(f"{save_dtype!r} is not a floating-point dtype of 16 bits or more.")
+        saved_as = getattr(torch, save_dtype)
         tokenizer = load_tokenizer(source, revision=source_revision, trust_remote_code=trust_remote_code)
         reader, writer = (
             load_model(name, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -231,6 +233,8 @@ def _tokenizer_or_none(name: str, revision: str | None, trust_remote_code: bool)
     try:
         return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     except KVTransferError:
+        if any(Path(name).glob("tokenizer*")):  # it has one, which is damaged
+            raise
         return None
 
 
@@ -242,7 +246,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="What the source reads; standard input by default.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with what the source reads.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show source alone and target native beside it.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="How much is written.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How much is written.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the most likely token.")] = False,
     source_revision: SourceRevision = None,
     target_revision: TargetRevision = None,
@@ -263,7 +267,7 @@ def generate(
         if prompt_file is not None:
             try:
                 prompt = prompt_file.read_text(encoding="utf-8")
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 _fail(f"The prompt could not be read from {prompt_file}: {error}")
         text = sys.stdin.read() if prompt is None else prompt
         loaded = KVMapper.from_pretrained(mapper, revision=mapper_revision or "main")
@@ -297,7 +301,7 @@ def demo(
     family: Annotated[str | None, typer.Option(help="The folder of the tiny family; that of the clone.")] = None,
     source: Annotated[str, typer.Option(help="The member that reads.")] = "small",
     target: Annotated[str, typer.Option(help="The member that answers.")] = "large",
-    questions: Annotated[int, typer.Option(help="Questions of each kind.")] = 40,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each kind.")] = 40,
     sequences: Annotated[int, typer.Option(help="Calibration sequences of 256 tokens.")] = 500,
 ) -> None:
     """Fit, save, load, convert and answer on the tiny models that the repository ships."""

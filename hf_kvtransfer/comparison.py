@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._compat import cache_keyword
+from .errors import KVTransferError
 from .evaluation import prefill
 from .mapper import KVMapper
 
@@ -55,7 +56,15 @@ def compare_generations(
         `list[Generation]`: source alone, target native, transferred.
     """
     mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
-    inputs = tokenizer(prompt, return_tensors="pt")
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    except TypeError as error:  # lone surrogates, from bytes that are no UTF-8
+        raise KVTransferError(f"The prompt is no valid Unicode text ({error}); expected text in UTF-8.") from error
+    if inputs.input_ids.shape[1] < 2:
+        raise KVTransferError(
+            f"The prompt has {inputs.input_ids.shape[1]} tokens; expected two or more, since the last one is left to "
+            "the model that goes on. Give it something to read."
+        )
     # Every way holds the last token back, as a converted cache does, so that all three do the same work after prefill.
     source_cache = prefill(source, inputs.input_ids.to(_device(source)))
     ways: list[tuple[str, nn.Module, Any]] = [

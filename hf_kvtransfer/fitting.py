@@ -16,6 +16,7 @@ from .geometry import ModelGeometry, tokenizer_fingerprint
 from .mapper import KVMapper
 from .pairing import pair_manifest
 from .rope import RotaryCodec, verify_position_free
+from .saving import check_writable
 
 
 logger = logging.get_logger(__name__)
@@ -83,6 +84,9 @@ def fit_mapper(
         [`SingularSystemError`]: if the ridge system has no unique solution.
     """
     _check_preset(preset)
+    ridge_lambda = _number(ridge_lambda)
+    if statistics_dir is not None:
+        check_writable(statistics_dir)
     _check_k(k, ModelGeometry.from_model(source).num_layers)
     for model in (source, target):
         verify_position_free(model, RotaryCodec.from_model(model))
@@ -127,6 +131,7 @@ def mapper_from_statistics(
         [`SingularSystemError`]: if the ridge system has no unique solution.
     """
     _check_preset(preset)
+    ridge_lambda = _number(ridge_lambda)
     if not isinstance(statistics, CalibrationStatistics):
         statistics = CalibrationStatistics.load(statistics)
     _check_k(k, statistics.source.num_layers)
@@ -157,6 +162,13 @@ def mapper_from_statistics(
         **manifest,
     )
     return _with_weights(KVMapper(config), solution)
+
+
+def _number(ridge_lambda: Any) -> float:
+    try:
+        return float(ridge_lambda)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"ridge_lambda is {ridge_lambda!r}, expected a finite number of at least 0.") from error
 
 
 def _check_preset(preset: str) -> None:
@@ -209,6 +221,7 @@ def _mean(figures: list[float]) -> float:
 
 @torch.no_grad()
 def _with_weights(mapper: KVMapper, solution: RidgeSolution) -> KVMapper:
+    mapper = mapper.float()  # whatever the default dtype is
     for index, layer in enumerate(mapper.layers):
         maps: Any = layer
         for kind, part in (("keys", maps.keys), ("values", maps.values)):

@@ -55,15 +55,22 @@ def load_model(
     if is_map:
         keywords["device_map"] = device
     try:
-        model: nn.Module = auto.from_pretrained(name, **keywords)
-    except (OSError, ValueError, ImportError) as error:
+        model, found = auto.from_pretrained(name, output_loading_info=True, **keywords)
+        if device is not None and not is_map:
+            model = model.to(torch.device(device))
+    except Exception as error:  # a damaged file, an unknown dtype or device: each library has its own
         raise KVTransferError(
-            f"The model {name} could not be loaded: {error} Expected a folder with a config and weights, or the name "
-            "of a model on the Hub."
+            f"The model {name} could not be loaded ({type(error).__name__}: {error}) Expected a folder with a config "
+            "and whole weights, or the name of a model on the Hub; and a dtype and a device that this machine has."
         ) from error
-    if device is not None and not is_map:
-        model = model.to(torch.device(device))
-    return model.eval()
+    missing = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    if missing:
+        raise KVTransferError(
+            f"The checkpoint {name} lacks {len(missing)} of the model's weights (first: {missing[0]}), which would be "
+            "random; expected all of them. Fetch the checkpoint again."
+        )
+    result: nn.Module = model.eval()
+    return result
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

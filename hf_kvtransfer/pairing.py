@@ -158,10 +158,11 @@ def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:
 
 def _different_weights(stored: dict[str, list[float]], given: dict[str, list[float]]) -> list[str]:
     adapters = [sample.get(_ADAPTERS, [0.0])[0] for sample in (stored, given)]
-    if abs(adapters[0] - adapters[1]) > _TOLERANCE * max(adapters):
+    if not abs(adapters[0] - adapters[1]) <= _TOLERANCE * max(adapters):
         return ["the same configuration, but another adapter, or one where there was none"]
     for name in sorted(stored.keys() & given.keys() - {_ADAPTERS}):
         one, other = torch.tensor(stored[name]), torch.tensor(given[name])
-        if one.shape == other.shape and (one - other).abs().max() > _TOLERANCE * one.abs().max():
+        # Not "greater": what isn't a number is no match either.
+        if one.shape == other.shape and not (one - other).abs().max() <= _TOLERANCE * one.abs().max():
             return [f"the same configuration, but other weights (`{name}` differs)"]
     return []

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import KVTransferError
 from .fitting import K_CANDIDATES
 from .geometry import ModelGeometry, refusals
 
@@ -68,6 +69,11 @@ def plan_pair(source_config: Any, target_config: Any, ks: Sequence[int] | None =
     widths = sorted((layer.width for layer in source.layers), reverse=True)
     outputs = sum(layer.width for layer in target.layers)
     layers = source.num_layers
+    beyond = [k for k in ks or () if not 1 <= k <= layers]
+    if beyond:
+        raise KVTransferError(
+            f"k is {beyond[0]}; expected a number from 1 to {layers}, the number of source layers. Choose a smaller k."
+        )
     chosen = [k for k in (ks or (*K_CANDIDATES, layers)) if k <= layers]
     sizes = tuple(MapperSize(k, 2 * outputs * (sum(widths[:k]) + 1)) for k in dict.fromkeys(chosen))
     features = sum(widths)

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def save_atomically(save: Callable[..., None], folder: str | os.PathLike[str], *
     final = Path(folder)
     if final.exists() and not final.is_dir():
         raise MapperFileError(f"{final} is a file; expected a folder to save the mapper in. Choose another path.")
+    check_writable(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
@@ -51,6 +53,30 @@ def save_atomically(save: Callable[..., None], folder: str | os.PathLike[str], *
         _finish(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """
+    Raises [`MapperFileError`] if nothing can be written to a folder, made or not; before work is done, not after.
+
+    Args:
+        folder (`str` or `os.PathLike`): where something will be saved.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            os.stat(folder)  # a name that no file can have shows here
+        place = Path(folder).absolute()
+        while not place.exists():
+            place = place.parent
+        if place.is_dir():
+            with tempfile.TemporaryFile(dir=place):
+                return
+        reason = f"{place} is a file"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    raise MapperFileError(
+        f"Nothing can be saved in {folder!r} ({reason}); expected a folder that can be written to. Choose another."
+    )
 
 
 def _record_digests(folder: Path) -> None:

@@ -179,7 +179,7 @@ class TestFitAndGenerate:
             ("--k", "many", "is not a number of layers"),
             ("--k", "9", "from 1 to 3"),
             ("--preset", "best", "no preset 'best'"),
-            ("--save-dtype", "float33", "not a floating-point dtype"),
+            ("--save-dtype", "float8_e4m3fn", "not a floating-point dtype of 16 bits"),
         ],
     )
     def test_wrong_options_are_sentences(self, pair, tmp_path, family, option, value, sentence):

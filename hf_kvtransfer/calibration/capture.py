@@ -68,7 +68,8 @@ def capture(
     ids = input_ids.to(embedding_weight(model).device)
     # No config: with one, sliding-window layers would forget all but their window.
     cache = DynamicCache()
-    with torch.inference_mode(), evaluation_mode(model):
+    # A model's own precision is what its caches will have, whatever the caller computes in.
+    with torch.inference_mode(), evaluation_mode(model), torch.autocast(ids.device.type, enabled=False):
         decoder(input_ids=ids, use_cache=True, **{cache_keyword(decoder): cache})
     # Outside inference mode, so that what is returned can be trained on.
     return _flattened(cache, codec, ids.shape, stride)
@@ -82,7 +83,7 @@ def _flattened(
     # The same for every row.
     positions = torch.arange(0, tokens, stride)[None]
     widths = [layer.keys.shape[1] * layer.keys.shape[3] for layer in cache.layers]
-    keys = torch.empty(batch * positions.shape[1], sum(widths), device=cache.layers[0].keys.device)
+    keys = torch.empty(batch * positions.shape[1], sum(widths), dtype=torch.float32, device=cache.layers[0].keys.device)
     values = torch.empty_like(keys)
     tables = {}
     pieces = zip(keys.split(widths, dim=1), values.split(widths, dim=1), cache.layers, strict=True)

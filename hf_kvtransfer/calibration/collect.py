@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from .._version import __version__
 from ..errors import CalibrationError
@@ -26,13 +27,11 @@ from ..rope import RotaryCodec
 from .capture import capture, embedding_weight
 from .statistics import KINDS, SPLITS, CalibrationStatistics, total_width
 from .storage import STATISTICS_NAME
-from .texts import describe_source, iter_texts, pack
+from .texts import check_whole, describe_source, iter_texts, pack
 
 
 if TYPE_CHECKING:
     import os
-
-    from transformers import PreTrainedTokenizerBase
 
 
 # What must agree for a collection to go on where it stopped; the batch size and the number of sequences may change.
@@ -102,15 +101,25 @@ def collect(
             too little text, or the checkpoint is of another collection.
         MapperFileError: If the checkpoint is damaged.
     """
-    if not 0 <= heldout_fraction < 1:
-        raise CalibrationError(f"heldout_fraction is {heldout_fraction}, expected at least 0 and below 1.")
+    if not isinstance(heldout_fraction, int | float) or not 0 <= heldout_fraction < 1:
+        raise CalibrationError(f"heldout_fraction is {heldout_fraction!r}, expected a number, at least 0 and below 1.")
     for name, value in (
         ("batch_size", batch_size),
         ("token_stride", token_stride),
         ("checkpoint_every", checkpoint_every),
     ):
-        if value < 1:
-            raise CalibrationError(f"{name} is {value}, expected at least 1.")
+        check_whole(name, value, 1)
+    check_whole("sequence_length", sequence_length, 2)
+    if token_stride >= sequence_length:
+        raise CalibrationError(
+            f"token_stride is {token_stride} and sequence_length {sequence_length}: only the first token of each "
+            "sequence would be kept. Expected a stride below the length."
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise CalibrationError(
+            f"The tokenizer is a {type(tokenizer).__name__}, expected the tokenizer that both models share: load it "
+            "with `AutoTokenizer.from_pretrained`."
+        )
     if manifest is None:
         manifest = {"source_weights": weight_sample(source), "target_weights": weight_sample(target)}
     geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)

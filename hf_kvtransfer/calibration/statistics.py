@@ -104,8 +104,8 @@ class CalibrationStatistics:
         moments = self.splits[split][kind]
         if moments.count == 0:
             raise CalibrationError(
-                f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences (text "
-                "is packed into sequences of `sequence_length` tokens: make that smaller where there is little), with a "
+                f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences "
+                "(text is packed into sequences of `sequence_length` tokens: less if there is little text), with a "
                 '`heldout_fraction` above zero if held-out figures are wanted, which `k="auto"` needs.'
             )
         return moments
@@ -149,6 +149,11 @@ class CalibrationStatistics:
         Raises:
             CalibrationError: If the models, the tokenizer or the token stride differ.
         """
+        if other is self or self._has_same_rows(other):
+            raise CalibrationError(
+                "Statistics of the same text can't be merged: every token would count twice. Collect the parts of a "
+                "calibration from different text."
+            )
         for side, mine, theirs in (("source", self.source, other.source), ("target", self.target, other.target)):
             differences = mine.differences(theirs)
             weights = f"{side}_weights"
@@ -175,6 +180,10 @@ class CalibrationStatistics:
                 self.splits[split][kind].merge(other.splits[split][kind])
         self.calibration = _merged_description(self.calibration, other.calibration)
         return self
+
+    def _has_same_rows(self, other: CalibrationStatistics) -> bool:
+        rows = self.calibration.get("rows_sha256")
+        return bool(rows) and any(self.tokens.values()) and rows == other.calibration.get("rows_sha256")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """

@@ -125,7 +125,7 @@ def _read_body(path: Path) -> dict[str, Any]:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MapperFileError(f"There are no calibration statistics at {path}. {advice}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MapperFileError(f"{path} can't be read ({error}). {advice}") from error
     if not isinstance(body, dict) or body.pop("sha256", None) != _body_digest(body):
         raise MapperFileError(f"{path} doesn't match its own checksum: it was edited or damaged. {advice}")

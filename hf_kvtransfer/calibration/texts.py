@@ -61,6 +61,10 @@ def iter_texts(
         if split not in source:
             raise CalibrationError(f"The dataset has no split {split!r}, it has {', '.join(map(str, source))}.")
         source = source[split]
+    if isinstance(source, str) and ("\n" in source or len(source) > 1000):
+        raise CalibrationError(
+            "Got one long string, which is taken for the name of a file or a dataset: pass a text as a list of strings."
+        )
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_file():
@@ -140,9 +144,9 @@ def _json_rows(path: Path) -> Iterator[Any]:
                 if line.strip():
                     try:
                         yield json.loads(line)
-                    except json.JSONDecodeError as error:
+                    except (ValueError, RecursionError) as error:
                         raise CalibrationError(
-                            f"Line {number} of {path.name} isn't JSON ({error.msg}): expected one object a line."
+                            f"Line {number} of {path.name} isn't JSON ({error}): expected one object a line."
                         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path} can't be read as UTF-8 text: {error}.") from error
@@ -160,6 +164,12 @@ def _hub_rows(name: str, config_name: str | None, split: str, streaming: bool) -
             f"The dataset {name!r} can't be read ({type(error).__name__}: {error}). Check the name, `config_name` and "
             "`split`; offline, pass a local .txt or .jsonl file, a list of strings or a datasets.Dataset instead."
         ) from error
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raises [`CalibrationError`] unless an argument is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CalibrationError(f"{name} is {value!r}, expected a whole number, at least {least}.")
 
 
 def pack(
@@ -189,10 +199,9 @@ def pack(
     Raises:
         CalibrationError: If an argument is impossible, or there is too little text for a single row.
     """
-    if sequence_length < 2:
-        raise CalibrationError(f"sequence_length is {sequence_length}, expected at least 2 tokens.")
-    if num_sequences is not None and num_sequences < 1:
-        raise CalibrationError(f"num_sequences is {num_sequences}, expected at least 1, or None for all of the text.")
+    check_whole("sequence_length", sequence_length, 2)
+    if num_sequences is not None:
+        check_whole("num_sequences", num_sequences, 1)
     return _pack(texts, tokenizer, sequence_length, num_sequences)
 
 
@@ -241,8 +250,15 @@ def _tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iter
                 raise CalibrationError(
                     f"A text is of type {type(text).__name__}, expected a string: pass rows through `iter_texts`."
                 )
-        # Documents may be longer than the model's window, which the tokenizer would otherwise warn about.
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+        try:
+            # Documents may be longer than the model's window, which the tokenizer would otherwise warn about.
+            rows = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        except TypeError as error:  # lone surrogates, which are no text
+            raise CalibrationError(
+                f"A text is no valid Unicode ({error}): expected strings without lone surrogates. Clean the text, for "
+                'example with `text.encode("utf-8", "replace").decode()`.'
+            ) from error
+        for ids in rows:
             if not ids:
                 continue
             yield [separator, *ids] if separator is not None and (starts_with_bos or not first) else list(ids)

@@ -65,6 +65,9 @@ def prefix_nll(
         [`KVTransferError`]: if the text is too short for two chunks.
     """
     scored = prefix if scored is None else scored
+    for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks or 1, 1)):
+        if not isinstance(value, int) or value < least:
+            raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {least}.")
     length = prefix + scored
     chunks = _chunks([texts] if isinstance(texts, str) else texts, tokenizer, length)
     results = {condition.name: PrefixResult() for condition in conditions}

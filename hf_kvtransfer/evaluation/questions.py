@@ -69,12 +69,12 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
         [`KVTransferError`]: if the file or a field is missing.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         return [
             Question(r["kind"], r["document"], r["question"], r["answer"], tuple(r.get("choices", ()))) for r in rows
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise KVTransferError(
             f"No questions could be read from {path} ({type(error).__name__}: {error}); expected one JSON object a "
             'line with "kind", "document", "question" and "answer".'
@@ -98,6 +98,10 @@ def answer_questions(
         `dict[str, QuestionResult]`: by the condition's name.
     """
     questions = list(questions)
+    if len(questions) < 2:
+        raise KVTransferError(
+            f"Got {len(questions)} questions; expected two or more, so that there is a different document to each."
+        )
     results = {condition.name: QuestionResult() for condition in conditions}
     contexts = [tokenizer(q.document, return_tensors="pt").input_ids for q in questions]
     for index, question in enumerate(tqdm(questions, desc="Questions", disable=None if progress else True)):
