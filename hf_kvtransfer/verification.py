@@ -1,7 +1,5 @@
 """The numerical backstop: a model's own keys must be free of their position once RoPE is off."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 
 from ._compat import output_cache
 from .errors import UnsupportedModelError
-from .modules import text_config, unwrap
+from .modules import evaluation_mode, text_config, unwrap
 
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def verify_position_free(
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(size, (1, tokens), generator=generator).to(device)
     contents: list[list[Tensor]] = []
-    with _evaluating(inner):
+    with evaluation_mode(inner):
         for start in (0, shift):
             position_ids = torch.arange(start, start + tokens, device=device)[None]
             output = inner(input_ids=input_ids, position_ids=position_ids, use_cache=True)
@@ -101,15 +99,3 @@ def _content(codec: "RotaryCodec", keys: Tensor, position_ids: Tensor, layer: in
 def _relative(moved: Tensor, still: Tensor) -> float:
     scale = still.abs().amax().clamp_min(torch.finfo(still.dtype).tiny)
     return ((moved - still).abs().amax() / scale).item()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while, with every module's own mode restored."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,22 +11,11 @@ from transformers import DynamicCache
 from .._compat import cache_keyword
 from ..errors import CalibrationError
 from ..geometry import decoder_of
+from ..modules import evaluation_mode
 
 
 if TYPE_CHECKING:
     from ..rope import RotaryCodec
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation, and afterwards each of its modules back to what it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def embedding_weight(model: nn.Module) -> torch.Tensor:
