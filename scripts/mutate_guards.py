@@ -29,9 +29,9 @@ TESTS = {
     "positions": ["test_positions.py", "test_convert.py"],
     "cache": ["test_cache.py", "test_cache_guards.py", "test_positions.py"],
     "appending": ["test_convert.py", "test_positions.py"],
-    "mapper": ["test_convert.py", "test_positions.py::TestIntoGoesOnWhereItLeftOff"],
+    "mapper": ["test_convert.py", "test_positions.py::TestIntoGoesOnWhereItLeftOff", "test_mapper_files.py"],
     "pairing": ["test_pairing.py"],
-    "saving": ["test_mapper_files.py", "test_saving.py::TestDamagedConfigurations"],
+    "saving": ["test_mapper_files.py", "test_saving.py::TestDamagedConfigurations", "test_bad_input.py"],
     "digests": ["test_saving.py::TestDigests"],
     "config": ["test_saving.py::TestDamagedConfigurations", "test_mapper_files.py"],
 }
@@ -74,7 +74,7 @@ def workplace(module: str, line: int | None) -> Path:
     """A copy of the repository in which the refusal at that line is gone."""
     folder = Path(tempfile.mkdtemp(prefix="mutant-"))
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "conformance"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("examples", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     if line is not None:
