@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .geometry import ModelGeometry, tokenizer_fingerprint
 from .maps import MAPS
 from .pairing import check_model, check_tokenizer, pair_manifest
 from .positions import Positions, resolve_positions
-from .rope import RotaryCodec, RotaryTables
+from .rope import RotaryCodec
 from .saving import load_checked, save_atomically
 from .source import SourceCache, check_finite, read_source_cache
 
@@ -263,8 +264,9 @@ class KVMapper(PreTrainedModel):
         self, source: SourceCache, positions: Positions, result: DynamicCache, validate: bool = True
     ) -> None:
         geometry, codec = self.config.geometry("target"), self.codec("target")
-        source_tables = self.codec("source").tables(positions.source, positions.source.device)
-        target_tables: dict[torch.device, RotaryTables] = {}
+        # Once per device: either model may be spread over several.
+        source_tables = cache(partial(self.codec("source").tables, positions.source))
+        target_tables = cache(partial(codec.tables, positions.target))
         # Each source layer's content keys are computed once and shared by all target layers that read it.
         content: dict[int, tuple[Tensor, Tensor]] = {}
         remaining = _last_use(self.config.support)
@@ -273,7 +275,8 @@ class KVMapper(PreTrainedModel):
             weight = maps.keys.weight
             for source_layer in support:
                 if source_layer not in content:
-                    keys = self.codec("source").remove(source.keys[source_layer], source_tables, source_layer)
+                    keys = source.keys[source_layer]
+                    keys = self.codec("source").remove(keys, source_tables(keys.device), source_layer)
                     content[source_layer] = (_flat(keys), _flat(source.values[source_layer]))
             key_features, value_features = (
                 torch.cat([content[i][part].to(weight.device, weight.dtype) for i in support], dim=-1)
@@ -282,9 +285,7 @@ class KVMapper(PreTrainedModel):
             shape = (*key_features.shape[:2], layer.kv_heads, layer.head_dim)
             keys = maps.keys(key_features).view(shape).transpose(1, 2)
             values = maps.values(value_features).view(shape).transpose(1, 2)
-            if keys.device not in target_tables:
-                target_tables[keys.device] = codec.tables(positions.target, keys.device)
-            keys = codec.apply(keys, target_tables[keys.device], index)
+            keys = codec.apply(keys, target_tables(keys.device), index)
             if positions.mask is not None:
                 # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
                 real = positions.mask.to(keys.device)[:, None, :, None] != 0
