@@ -1,25 +1,38 @@
 """What a transfer is worth, beside the models alone and beside the controls that make a result believable."""
 
-from .continuation import ContinuationScore, prefill, score_continuation
-from .controls import Condition, conditions, random_mapper
+from .choices import Choice, ChoiceResult, answer_choices, read_choices
+from .continuation import ContinuationScore, continuation_logits, divergence, prefill, score_continuation
+from .controls import Condition, conditions, random_mapper, transfer
+from .intervals import Interval, bootstrap, difference, mean_interval
 from .measures import context_value_kept, gap_recovered
 from .prefix import PrefixResult, prefix_nll
 from .questions import Question, QuestionResult, answer_questions, read_questions
 
 
 __all__ = [
+    "Choice",
+    "ChoiceResult",
     "Condition",
     "ContinuationScore",
+    "Interval",
     "PrefixResult",
     "Question",
     "QuestionResult",
+    "answer_choices",
     "answer_questions",
+    "bootstrap",
     "conditions",
     "context_value_kept",
+    "continuation_logits",
+    "difference",
+    "divergence",
     "gap_recovered",
+    "mean_interval",
     "prefill",
     "prefix_nll",
     "random_mapper",
+    "read_choices",
     "read_questions",
     "score_continuation",
+    "transfer",
 ]

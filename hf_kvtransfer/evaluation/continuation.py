@@ -37,23 +37,71 @@ def prefill(model: nn.Module, input_ids: Tensor) -> DynamicCache:
 
 
 @torch.inference_mode()
-def score_continuation(model: nn.Module, input_ids: Tensor, cache: Any = None, *, scored: int) -> ContinuationScore:
+def continuation_logits(model: nn.Module, input_ids: Tensor, cache: Any = None, *, scored: int) -> Tensor:
     """
-    Feeds tokens on top of a cache and scores the last of them. The cache grows.
+    Feeds tokens on top of a cache and gives the logits that predict the last of them. The cache grows.
 
     Args:
         model (`PreTrainedModel`): the model that goes on.
         input_ids (`torch.Tensor` of shape `[batch, tokens]`): everything that is not in the cache, up to the end.
         cache (`Cache`, *optional*): what went before; without it, nothing did.
-        scored (`int`): how many of the last tokens are scored, fewer than there are tokens.
+        scored (`int`): how many of the last tokens are predicted, fewer than there are tokens.
 
     Returns:
-        [`ContinuationScore`]
+        `torch.Tensor` of shape `[batch, scored, vocabulary]`, in float32.
     """
     call: Any = model
     keywords = {} if cache is None else {cache_keyword(model): cache}
     logits = call(input_ids=input_ids, use_cache=cache is not None, logits_to_keep=scored + 1, **keywords).logits
-    logits = logits[:, -scored - 1 : -1].float()
-    labels = input_ids[:, -scored:]
+    kept: Tensor = logits[:, -scored - 1 : -1].float()
+    return kept
+
+
+def score_logits(logits: Tensor, labels: Tensor) -> ContinuationScore:
+    """
+    Scores tokens by the logits that predict them.
+
+    Args:
+        logits (`torch.Tensor` of shape `[batch, scored, vocabulary]`): from [`continuation_logits`].
+        labels (`torch.Tensor` of shape `[batch, scored]`): the tokens that came.
+
+    Returns:
+        [`ContinuationScore`]
+    """
     nll = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     return ContinuationScore(nll=nll, greedy=logits.argmax(-1) == labels)
+
+
+def score_continuation(model: nn.Module, input_ids: Tensor, cache: Any = None, *, scored: int) -> ContinuationScore:
+    """
+    Feeds tokens on top of a cache and scores the last of them. The cache grows. Arguments as in
+    [`continuation_logits`].
+
+    Returns:
+        [`ContinuationScore`]
+    """
+    return score_logits(continuation_logits(model, input_ids, cache, scored=scored), input_ids[:, -scored:])
+
+
+def divergence(native: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    How far predictions are from the target's native ones.
+
+    Args:
+        native (`torch.Tensor` of shape `[batch, scored, vocabulary]`): logits of the target on its own cache.
+        logits (`torch.Tensor` of shape `[batch, scored, vocabulary]`): those to compare.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`, both `[batch, scored]`: `KL(native ‖ other)` of the next-token
+        distributions in nats, and 1 where the most likely token is the same, else 0. `nan` where the vocabularies
+        differ in size.
+    """
+    if native.shape != logits.shape:
+        undefined = torch.full(native.shape[:2], float("nan"))
+        return undefined, undefined
+    divergences = []
+    # A few tokens at a time: vocabularies are large.
+    for mine, other in zip(native.split(64, dim=1), logits.split(64, dim=1), strict=True):
+        mine, other = mine.log_softmax(-1), other.log_softmax(-1)
+        divergences.append(nn.functional.kl_div(other, mine, log_target=True, reduction="none").sum(-1))
+    return torch.cat(divergences, dim=1), (native.argmax(-1) == logits.argmax(-1)).float()

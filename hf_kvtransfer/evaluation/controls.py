@@ -31,7 +31,13 @@ class Condition:
     read: Callable[[Tensor, Tensor], tuple[Any, float]]
 
 
-def conditions(source: nn.Module, target: nn.Module, mapper: KVMapper, seed: int = 0) -> list[Condition]:
+Convert = Callable[[KVMapper, Any, Tensor], Any]
+"""`convert(mapper, source_cache, input_ids)`: a target cache of all but the last of the tokens `[1, tokens]`."""
+
+
+def conditions(
+    source: nn.Module, target: nn.Module, mapper: KVMapper, seed: int = 0, convert: Convert | None = None
+) -> list[Condition]:
     """
     The source alone, the target native, the transfer, and the controls of a believable result: the source cache used
     raw (where the shapes allow it), a random mapper of equal size, the converted cache of a different document, and no
@@ -42,21 +48,16 @@ def conditions(source: nn.Module, target: nn.Module, mapper: KVMapper, seed: int
         target (`PreTrainedModel`): the model that goes on.
         mapper ([`KVMapper`]): of this pair.
         seed (`int`, *optional*, defaults to 0): of the random mapper.
+        convert (`Callable`, *optional*):
+            How a source cache is converted, where `mapper.convert(source_cache)` isn't enough: called with the mapper,
+            the cache and the token ids that the source has read.
 
     Returns:
         `list[Condition]`
     """
-    random = random_mapper(mapper, seed)
 
     def native(model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Any, float]]:
         return lambda context, other: _timed(lambda: prefill(model, context[:, :-1]))
-
-    def converted(by: KVMapper, different: bool = False) -> Callable[[Tensor, Tensor], tuple[Any, float]]:
-        def read(context: Tensor, other: Tensor) -> tuple[Any, float]:
-            cache = prefill(source, other if different else context)
-            return _timed(lambda: by.convert(cache))
-
-        return read
 
     def raw(context: Tensor, other: Tensor) -> tuple[Any, float]:
         return _timed(lambda: prefill(source, context[:, :-1]))
@@ -64,14 +65,42 @@ def conditions(source: nn.Module, target: nn.Module, mapper: KVMapper, seed: int
     result = [
         Condition("source alone", source, native(source)),
         Condition("target native", target, native(target)),
-        Condition("transferred", target, converted(mapper)),
-        Condition("random mapper", target, converted(random)),
-        Condition("different document", target, converted(mapper, different=True)),
+        transfer("transferred", source, target, mapper, convert),
+        transfer("random mapper", source, target, random_mapper(mapper, seed), convert),
+        transfer("different document", source, target, mapper, convert, different=True),
         Condition("no context", target, lambda context, other: (None, 0.0)),
     ]
     if _same_shapes(mapper):
         result.insert(3, Condition("source cache raw", target, raw))
     return result
+
+
+def transfer(
+    name: str,
+    source: nn.Module,
+    target: nn.Module,
+    mapper: KVMapper,
+    convert: Convert | None = None,
+    different: bool = False,
+) -> Condition:
+    """
+    One way of going on from a source cache.
+
+    Args:
+        name (`str`): as tables show it.
+        source (`PreTrainedModel`): the model that reads.
+        target (`PreTrainedModel`): the model that goes on.
+        mapper ([`KVMapper`]): of this pair.
+        convert (`Callable`, *optional*): as in [`conditions`].
+        different (`bool`, *optional*, defaults to `False`): whether another document is read and converted.
+    """
+
+    def read(context: Tensor, other: Tensor) -> tuple[Any, float]:
+        ids = other if different else context
+        cache = prefill(source, ids)
+        return _timed(lambda: mapper.convert(cache) if convert is None else convert(mapper, cache, ids))
+
+    return Condition(name, target, read)
 
 
 @torch.no_grad()

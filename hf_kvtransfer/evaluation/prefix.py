@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
-from .continuation import score_continuation
+from .continuation import continuation_logits, divergence, score_logits
 from .controls import Condition
 
 
@@ -19,10 +19,16 @@ class PrefixResult:
     Args:
         nll (`list[float]`): mean negative log-likelihood of each chunk's scored part, in nats per token.
         seconds (`list[float]`): what it took to have the prefix's cache on the answering side, per chunk.
+        kl (`list[float]`): mean `KL(reference ‖ this)` of each chunk's next-token distributions, in nats per token.
+            Empty without a reference.
+        agreement (`list[float]`): share of each chunk's scored tokens for which the most likely token is the
+            reference's. Empty without a reference.
     """
 
     nll: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    agreement: list[float] = field(default_factory=list)
 
     def mean_nll(self) -> float:
         """Mean over chunks, in nats per token."""
@@ -41,6 +47,7 @@ def prefix_nll(
     prefix: int = 1024,
     scored: int | None = None,
     max_chunks: int | None = None,
+    reference: str | None = None,
     progress: bool = True,
 ) -> dict[str, PrefixResult]:
     """
@@ -56,6 +63,9 @@ def prefix_nll(
         prefix (`int`, *optional*, defaults to 1024): tokens of context.
         scored (`int`, *optional*): tokens that are scored; as many as the prefix by default.
         max_chunks (`int`, *optional*): at most so many chunks.
+        reference (`str`, *optional*):
+            The condition whose next-token distributions the others are compared with, as a rule `"target native"`.
+            Models whose vocabulary has another size get `nan`.
         progress (`bool`, *optional*, defaults to `True`): whether to show a bar, on a terminal only.
 
     Returns:
@@ -64,29 +74,60 @@ def prefix_nll(
     Raises:
         [`KVTransferError`]: if the text is too short for two chunks.
     """
+    named = [condition.name for condition in conditions]
+    if reference is not None and reference not in named:
+        raise KVTransferError(
+            f"The reference {reference!r} is none of the conditions; expected one of {named}. Add it to them."
+        )
     scored = prefix if scored is None else scored
-    for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks or 1, 1)):
-        if not isinstance(value, int) or value < least:
-            raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {least}.")
-    length = prefix + scored
-    chunks = _chunks([texts] if isinstance(texts, str) else texts, tokenizer, length)
+    chunks = split_chunks(texts, tokenizer, prefix, scored, max_chunks)
     results = {condition.name: PrefixResult() for condition in conditions}
     asked = chunks[:max_chunks]
     for index, chunk in enumerate(tqdm(asked, desc="Prefix NLL", disable=None if progress else True)):
         context, other = chunk[:, :prefix], chunks[(index + 1) % len(chunks)][:, :prefix]
-        for condition in conditions:
+        expected = None
+        # The reference first, so that the logits of one condition at a time are kept beside it.
+        for condition in sorted(conditions, key=lambda condition: condition.name != reference):
+            result = results[condition.name]
             cache, seconds = condition.read(context, other)
             fed = torch.cat([context[:, -1:], chunk[:, prefix:]], dim=1)
-            score = score_continuation(condition.model, fed, cache, scored=scored)
-            results[condition.name].nll.append(float(score.nll.mean()))
-            results[condition.name].seconds.append(seconds)
+            logits = continuation_logits(condition.model, fed, cache, scored=scored)
+            result.nll.append(float(score_logits(logits, fed[:, -scored:]).nll.mean()))
+            result.seconds.append(seconds)
+            if condition.name == reference:
+                expected = logits
+            if expected is not None:
+                kl, agreement = divergence(expected, logits)
+                result.kl.append(float(kl.mean()))
+                result.agreement.append(float(agreement.mean()))
     return results
 
 
-def _chunks(texts: Sequence[str], tokenizer: Any, length: int) -> list[torch.Tensor]:
-    """Chunks of shape `[1, length]`, in turn from each text until the first has no more."""
+def split_chunks(
+    texts: str | Sequence[str], tokenizer: Any, prefix: int, scored: int, max_chunks: int | None = None
+) -> list[torch.Tensor]:
+    """
+    Non-overlapping chunks of `prefix + scored` tokens, in turn from each text until the first has no more.
+
+    Args:
+        texts (`str` or `Sequence[str]`): held-out text, or several.
+        tokenizer (`PreTrainedTokenizerBase`): of both models.
+        prefix (`int`): tokens of context.
+        scored (`int`): tokens after it.
+        max_chunks (`int`, *optional*): how many are wanted; more are given, where there are more.
+
+    Returns:
+        `list[torch.Tensor]`: each `[1, prefix + scored]`.
+
+    Raises:
+        [`KVTransferError`]: if a number is out of range, or the text too short for two chunks.
+    """
+    for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks or 1, 1)):
+        if not isinstance(value, int) or value < least:
+            raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {least}.")
+    length = prefix + scored
     columns = []
-    for text in texts:
+    for text in [texts] if isinstance(texts, str) else texts:
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
         columns.append(ids.split(length, dim=1)[: ids.shape[1] // length])
     chunks = [chunk for row in zip(*columns, strict=False) for chunk in row]

@@ -1,0 +1,165 @@
+"""Multiple choice on a cache that only the source has made: which option does the target find the most likely?"""
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import KVTransferError
+from .continuation import score_continuation
+from .controls import Condition
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    One question of several options.
+
+    Args:
+        question (`str`): what is asked.
+        options (`tuple[str, ...]`): two or more answers.
+        correct (`tuple[int, ...]`): indices of those that are right.
+    """
+
+    question: str
+    options: tuple[str, ...]
+    correct: tuple[int, ...]
+
+    def prompt(self) -> str:
+        """What is read before an option: the form that the published benchmarks use."""
+        return f"Question: {self.question}\nAnswer:"
+
+    def answered(self) -> str:
+        """Question and answer, as a shot shows them."""
+        return f"{self.prompt()} {self.options[self.correct[0]]}"
+
+
+@dataclass
+class ChoiceResult:
+    """
+    Args:
+        nll (`list[list[float]]`): per question the negative log-likelihood of each option, in nats.
+        tokens (`list[list[int]]`): per question the length of each option.
+        correct (`list[tuple[int, ...]]`): per question the indices of the right options.
+        seconds (`list[float]`): what it took to have the context's cache on the answering side, per question.
+    """
+
+    nll: list[list[float]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    correct: list[tuple[int, ...]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def hits(self, normalised: bool = False) -> list[bool]:
+        """
+        Whether the most likely option of each question is a right one.
+
+        Args:
+            normalised (`bool`, *optional*, defaults to `False`): whether likelihood counts per token of the option.
+        """
+        found = []
+        for nll, tokens, correct in zip(self.nll, self.tokens, self.correct, strict=True):
+            scores = [value / length if normalised else value for value, length in zip(nll, tokens, strict=True)]
+            found.append(scores.index(min(scores)) in correct)
+        return found
+
+    def accuracy(self, normalised: bool = False) -> float:
+        """Share of questions for which that is so."""
+        return statistics.fmean(self.hits(normalised))
+
+    def chance(self) -> float:
+        """The accuracy of guessing."""
+        return statistics.fmean(len(c) / len(nll) for c, nll in zip(self.correct, self.nll, strict=True))
+
+    def median_seconds(self) -> float:
+        """Median over questions."""
+        return statistics.median(self.seconds)
+
+
+def read_choices(path: str | os.PathLike[str]) -> list[Choice]:
+    """
+    Reads questions from a file of one JSON object a line, with `centerpiece` (the question), `options` and
+    `correct_options_idx`; other fields are ignored.
+
+    Raises:
+        [`KVTransferError`]: if the file or a field is missing, or no option is right.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
+        choices = [Choice(r["centerpiece"], tuple(r["options"]), tuple(r["correct_options_idx"])) for r in rows]
+        for choice in choices:
+            choice.answered()
+        return choices
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise KVTransferError(
+            f"No multiple choice could be read from {path} ({type(error).__name__}: {error}); expected one JSON object "
+            'a line with "centerpiece", "options" and "correct_options_idx".'
+        ) from error
+
+
+def answer_choices(
+    conditions: Sequence[Condition],
+    choices: Iterable[Choice],
+    tokenizer: Any,
+    *,
+    shots: Sequence[Choice] = (),
+    progress: bool = True,
+) -> dict[str, ChoiceResult]:
+    """
+    Scores the options of every question under every condition by their likelihood after the context: the shots and
+    the question. The context is read once per condition, and all its options are scored in one batch on top of it.
+    Without context the model sees the context's last token alone. The different document is the next question's
+    context.
+
+    Args:
+        conditions (`Sequence[Condition]`): from [`conditions`].
+        choices (`Iterable[Choice]`): what is asked.
+        tokenizer (`PreTrainedTokenizerBase`): of both models.
+        shots (`Sequence[Choice]`, *optional*): questions whose right answers are shown first.
+        progress (`bool`, *optional*, defaults to `True`): whether to show a bar, on a terminal only.
+
+    Returns:
+        `dict[str, ChoiceResult]`: by the condition's name.
+
+    Raises:
+        [`KVTransferError`]: if there are fewer than two questions.
+    """
+    choices = list(choices)
+    if len(choices) < 2:
+        raise KVTransferError(
+            f"Got {len(choices)} questions of several options; expected two or more, so that there is a different "
+            "document to each."
+        )
+    results = {condition.name: ChoiceResult() for condition in conditions}
+    shown = "".join(f"{shot.answered()}\n\n" for shot in shots)
+    following = _ids(tokenizer, shown + choices[0].prompt())
+    for index, choice in enumerate(tqdm(choices, desc="Choices", disable=None if progress else True)):
+        context, following = following, _ids(tokenizer, shown + choices[(index + 1) % len(choices)].prompt())
+        options = [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
+        lengths = [len(option) for option in options]
+        # What pads a shorter option comes after it, where nothing that counts can see it.
+        padded = torch.nn.utils.rnn.pad_sequence(options, batch_first=True)
+        fed = torch.cat([context[:, -1:].expand(len(options), 1), padded], dim=1)
+        for condition in conditions:
+            result = results[condition.name]
+            cache, seconds = condition.read(context, following)
+            if cache is not None:
+                cache.batch_repeat_interleave(len(options))
+            score = score_continuation(condition.model, fed, cache, scored=padded.shape[1])
+            nll = zip(score.nll, lengths, strict=True)
+            result.nll.append([float(option[:length].sum()) for option, length in nll])
+            result.tokens.append(lengths)
+            result.correct.append(choice.correct)
+            result.seconds.append(seconds)
+    return results
+
+
+def _ids(tokenizer: Any, text: str, **options: Any) -> torch.Tensor:
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
+    return ids
