@@ -34,6 +34,11 @@ class MapForm(nn.Module, ABC):
     def weight_like(self) -> Tensor:
         """A weight whose dtype and device are those in which the form computes."""
 
+    @property
+    def needs_scales(self) -> bool:
+        """Whether [`~MapForm.set_scales`] would do something, and hasn't been called yet."""
+        return False
+
     @abstractmethod
     def reset_parameters(self) -> None:
         """Gives all weights their initial values, through `transformers.initialization`."""

@@ -45,6 +45,10 @@ class MLPMap(MapForm):
     def weight_like(self) -> Tensor:
         return self.weight_in
 
+    @property
+    def needs_scales(self) -> bool:
+        return not bool(self.feature_mean.any()) and bool((self.feature_scale == 1).all())
+
     def reset_parameters(self) -> None:
         """Draws weights as `torch.nn.Linear` does, from torch's own generator, and forgets means and scales."""
         for weight, bias in (

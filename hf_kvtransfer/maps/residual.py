@@ -40,6 +40,10 @@ class ResidualMap(MapForm):
     def weight_like(self) -> Tensor:
         return self.weight
 
+    @property
+    def needs_scales(self) -> bool:
+        return self.correction.needs_scales
+
     def reset_parameters(self) -> None:
         """Zeroes the affine map and the last layer of the MLP; its other layers start as in [`MLPMap`]."""
         self.correction.reset_parameters()

@@ -1,0 +1,148 @@
+"""`hf-kvtransfer train`: from command-line arguments to a trained mapper."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from ..calibration.texts import DEFAULT_DATASET
+from ..errors import CalibrationError
+from ..loading import load_model, load_tokenizer
+from ..mapper import KVMapper
+from .arguments import KVTrainingArguments
+from .cached import CachedFeatures
+from .forms import with_form
+from .rows import TokenRows
+from .trainer import KVMapperTrainer
+
+
+@dataclass
+class TrainCommandArguments:
+    """
+    What is trained, and on what.
+
+    Args:
+        mapper (`str`): a fitted mapper, a folder or a name on the Hub.
+        source (`str`): its source model, likewise.
+        target (`str`): its target model, likewise.
+        text (`str`, *optional*, defaults to `"HuggingFaceFW/fineweb-edu"`):
+            A `.txt` or `.jsonl` file, or a dataset on the Hub.
+        sequence_length (`int`, *optional*, defaults to 1024): tokens in a row.
+        train_sequences (`int`, *optional*, defaults to 500): rows to train on at most.
+        eval_sequences (`int`, *optional*, defaults to 16): rows before them that losses are reported on; 0 for none.
+        features (`str`, *optional*):
+            Folder in which to keep what both models make of the text, for this run and for others.
+        form (`str`, *optional*): functional form to give a linear mapper: `"residual"` or `"mlp"`.
+        hidden (`int`, *optional*, defaults to 1024): units in each hidden layer of that form.
+        source_revision (`str`, *optional*): branch, tag or commit of the source.
+        target_revision (`str`, *optional*): of the target.
+        mapper_revision (`str`, *optional*): of the mapper.
+        dtype (`str`, *optional*, defaults to `"auto"`): of both models' weights.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): run model code that comes with a checkpoint.
+    """
+
+    mapper: str = field(metadata={"help": "A fitted mapper: a folder or a name on the Hub."})
+    source: str = field(metadata={"help": "The model that reads: a folder or a name on the Hub."})
+    target: str = field(metadata={"help": "The model that goes on: a folder or a name on the Hub."})
+    text: str = field(default=DEFAULT_DATASET, metadata={"help": "A .txt or .jsonl file, or a dataset on the Hub."})
+    sequence_length: int = field(default=1024, metadata={"help": "Tokens in a row."})
+    train_sequences: int = field(default=500, metadata={"help": "Rows to train on at most."})
+    eval_sequences: int = field(default=16, metadata={"help": "Rows before them to report losses on; 0 for none."})
+    features: str | None = field(
+        default=None, metadata={"help": "Folder to keep what both models make of the text, for this run and others."}
+    )
+    form: str | None = field(default=None, metadata={"help": 'Form to give a linear mapper: "residual" or "mlp".'})
+    hidden: int = field(default=1024, metadata={"help": "Units in each hidden layer of that form."})
+    source_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the source."})
+    target_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the target."})
+    mapper_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the mapper."})
+    dtype: str = field(default="auto", metadata={"help": "Of both models' weights."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with a checkpoint."})
+
+
+def train_from_arguments(argv: Sequence[str] | None = None) -> KVMapperTrainer:
+    """
+    Trains a mapper as command-line arguments say: those of [`TrainCommandArguments`] and of [`KVTrainingArguments`],
+    which has every `TrainingArguments`. The trained mapper is saved to `output_dir`, beside Trainer's own files.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): the arguments; those of the process by default.
+
+    Returns:
+        [`KVMapperTrainer`]: after training and, with evaluation rows, an evaluation.
+    """
+    types: Any = (TrainCommandArguments, KVTrainingArguments)
+    parser = HfArgumentParser(types, prog="hf-kvtransfer train", description="Train a fitted mapper further.")
+    command, args = parser.parse_args_into_dataclasses(args=list(sys.argv[1:] if argv is None else argv))
+    trainer = make_trainer(command, args)
+    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", trained.metrics)
+    trainer.save_metrics("train", trained.metrics)
+    if trainer.eval_dataset is not None:
+        measured = trainer.evaluate()
+        trainer.log_metrics("eval", measured)
+        trainer.save_metrics("eval", measured)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    return trainer
+
+
+def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> KVMapperTrainer:
+    """
+    Loads what a run needs.
+
+    Raises:
+        [`KVTransferError`]: if a model, the tokenizer, the mapper or the text can't be used.
+    """
+    for name, least in (("eval_sequences", 0), ("train_sequences", 1)):
+        if getattr(command, name) < least:
+            raise CalibrationError(
+                f"`{name}` is {getattr(command, name)}; expected {least} or more. Say how many rows of text there are."
+            )
+    mapper = KVMapper.from_pretrained(command.mapper, revision=command.mapper_revision)
+    if command.form is not None and command.form != mapper.config.map_type:
+        mapper = with_form(mapper, command.form, hidden=command.hidden)
+    tokenizer = load_tokenizer(
+        command.source, revision=command.source_revision, trust_remote_code=command.trust_remote_code
+    )
+    mapper.check_pair(tokenizer=tokenizer)
+    source, target = (
+        load_model(name, revision=revision, dtype=command.dtype, trust_remote_code=command.trust_remote_code)
+        for name, revision in ((command.source, command.source_revision), (command.target, command.target_revision))
+    )
+    lengths = {"sequence_length": command.sequence_length}
+    datasets: dict[str, Any] = {}
+    if command.eval_sequences:
+        datasets["eval"] = TokenRows(command.text, tokenizer, num_sequences=command.eval_sequences, **lengths)
+    datasets["train"] = TokenRows(
+        command.text, tokenizer, num_sequences=command.train_sequences, skip=command.eval_sequences, **lengths
+    )
+    if command.features is not None:
+        # One process writes, the others of the same run read.
+        with args.main_process_first(desc="capturing features"):
+            datasets = {
+                split: CachedFeatures.capture(
+                    f"{command.features}/{split}",
+                    source.to(args.device),
+                    target.to(args.device),
+                    tokenizer,
+                    rows,
+                    anchors=() if mapper.config.anchor_layers is None else (mapper.config.anchor_layers,),
+                    queries=args.queries if args.attention_weight else 0,
+                    batch_size=args.per_device_eval_batch_size,
+                )
+                for split, rows in datasets.items()
+            }
+    return KVMapperTrainer(
+        mapper,
+        args,
+        source=source,
+        target=target,
+        train_dataset=datasets["train"],
+        eval_dataset=datasets.get("eval"),
+        processing_class=tokenizer,
+    )

@@ -1,0 +1,44 @@
+"""Giving a fitted mapper another functional form, to be trained."""
+
+import copy
+from typing import Any
+
+import torch
+
+from ..errors import CalibrationError
+from ..features import KINDS
+from ..mapper import KVMapper
+from ..maps import MAPS
+
+
+@torch.no_grad()
+def with_form(mapper: KVMapper, map_type: str, **options: Any) -> KVMapper:
+    """
+    A mapper of another functional form with the same support. Where the form has a linear part, it holds the fitted
+    maps; everything else starts as the form does.
+
+    Args:
+        mapper ([`KVMapper`]): a linear one.
+        map_type (`str`): a key of `hf_kvtransfer.maps.MAPS`.
+        **options: arguments of the form, such as `hidden=1024`.
+
+    Returns:
+        [`KVMapper`]: a new one, in evaluation mode.
+
+    Raises:
+        [`CalibrationError`]: if the mapper isn't linear, or there is no such form.
+    """
+    if map_type not in MAPS or mapper.config.map_type != "linear":
+        raise CalibrationError(
+            f"A mapper of the form `{mapper.config.map_type}` can't be given the form `{map_type}`; expected a linear "
+            f"mapper and one of {sorted(MAPS)}. Fit the linear maps first."
+        )
+    config = copy.deepcopy(mapper.config)
+    config.map_type, config.map_options = map_type, dict(options)
+    made = KVMapper(config).to(mapper.dtype)
+    for layer, fitted in zip(made.layers, mapper.layers, strict=True):
+        for kind in KINDS:
+            if hasattr(fitted, kind):
+                linear: Any = getattr(fitted, kind)
+                getattr(layer, kind).set_linear(linear.weight, linear.bias)
+    return made.to(mapper.device).eval()

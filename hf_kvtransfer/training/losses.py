@@ -1,0 +1,97 @@
+"""The losses, one number a row each, so that batches of any size average to the same."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from .._compat import cache_keyword
+from ..calibration.attention import QueryRecord, attention_output, attention_probabilities
+from ..mapper import KVMapper
+from ..source import SourceCache
+from .handover import HandOver
+
+
+def content_error(mapped: Tensor, native: Tensor) -> Tensor:
+    """
+    Mean squared error of one layer's content-space keys, or values.
+
+    Args:
+        mapped (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`): what the maps give.
+        native (`torch.Tensor` of the same shape): the target's own.
+
+    Returns:
+        `torch.Tensor` of shape `[batch]`, in float32.
+    """
+    return (mapped.float() - native.float()).square().mean(dim=(1, 2, 3))
+
+
+def attention_error(record: QueryRecord, mapped: tuple[Tensor, Tensor], native: tuple[Tensor, Tensor]) -> Tensor:
+    """
+    Relative squared error of one layer's attention output under the target's own queries, `Σ ‖ô − o‖² / Σ ‖o‖²`.
+
+    Args:
+        record ([`QueryRecord`]): the queries.
+        mapped (`tuple[torch.Tensor, torch.Tensor]`):
+            Rotated keys, and values, of shape `[batch, kv_heads, tokens, head_dim]`.
+        native (`tuple[torch.Tensor, torch.Tensor]`): the target's own.
+
+    Returns:
+        `torch.Tensor` of shape `[batch]`, in float32.
+    """
+    with torch.autocast(record.queries.device.type, enabled=False):
+        given, expected = (
+            attention_output(attention_probabilities(record, keys.float()), values.float())
+            for keys, values in (mapped, native)
+        )
+    return (given - expected).square().flatten(1).sum(-1) / expected.square().flatten(1).sum(-1)
+
+
+def next_token_divergence(
+    mapper: KVMapper,
+    target: nn.Module,
+    input_ids: Tensor,
+    source: SourceCache,
+    native: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    handover: HandOver,
+) -> tuple[Tensor, Tensor]:
+    """
+    How far the target's next-token distributions on a converted context are from those on its own.
+
+    Args:
+        mapper ([`KVMapper`]): in training mode, if gradients are wanted.
+        target (`PreTrainedModel`): frozen, in evaluation mode.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): the rows.
+        source ([`SourceCache`]): of the rows.
+        native (`tuple`): the target's own keys and values of the rows, per layer.
+        handover ([`HandOver`]): how many tokens are converted, and how many are then scored.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: per row, the mean of `KL(native ‖ transferred)` in nats a token, and the
+        share of tokens with the same most likely next one.
+    """
+    context, continuation = handover
+    fed = input_ids[:, context : context + continuation]
+    before = source.narrow(0, context)
+    itself: dict[str, Any] = {}
+    if mapper.config.needs_target:
+        itself = {"target": target, "input_ids": input_ids[:, :context]}
+    pairs = list(zip(before.keys, before.values, strict=True))
+    converted = mapper.convert(pairs, hold_back=0, validate=False, **itself)
+    own = DynamicCache()
+    for index, (keys, values) in enumerate(zip(*native, strict=True)):
+        own.update(keys[:, :, :context], values[:, :, :context], index)
+    # A frozen model computes in its own precision; mixed precision is for the maps.
+    with torch.autocast(fed.device.type, enabled=False):
+        with torch.no_grad():
+            expected = _log_probabilities(target, fed, own)
+        given = _log_probabilities(target, fed, converted)
+    divergence = nn.functional.kl_div(given, expected, log_target=True, reduction="none").sum(-1).mean(-1)
+    agreement = (given.detach().argmax(-1) == expected.argmax(-1)).float().mean(-1)
+    return divergence, agreement
+
+
+def _log_probabilities(target: Any, fed: Tensor, cache: Any) -> Tensor:
+    logits = target(input_ids=fed, use_cache=True, **{cache_keyword(target): cache}).logits
+    return nn.functional.log_softmax(logits.float(), dim=-1)

@@ -1,0 +1,192 @@
+"""`KVMapperTrainer`: trains a mapper with `transformers.Trainer`, frozen models beside it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer
+
+from ..errors import CalibrationError
+from ..mapper import KVMapper
+from .arguments import KVTrainingArguments
+from .batches import FEATURES, capture_batch
+from .cached import CachedFeatures
+from .module import KVTransferModule
+from .scales import estimate_scales
+
+
+class KVMapperTrainer(Trainer):
+    """
+    `transformers.Trainer` for a mapper. The two models are frozen and live on the trainer: checkpoints, `save_model`
+    and `push_to_hub` hold the mapper alone, as `KVMapper.save_pretrained` writes it, and each loads with
+    `KVMapper.from_pretrained`.
+
+    Training goes on from the maps that the mapper has, usually the closed form's. Hand-over points of the KL are drawn
+    from the seed and the step, so that accumulated batches, several processes and a resumed run all see the same.
+
+    Args:
+        mapper ([`KVMapper`]): is trained in place.
+        args ([`KVTrainingArguments`]): the losses, and all that `TrainingArguments` has.
+        source (`PreTrainedModel`, *optional*):
+            The source model; is frozen and moved to the training device. Not needed with [`CachedFeatures`].
+        target (`PreTrainedModel`, *optional*):
+            The target model, likewise. With [`CachedFeatures`] it is needed by the KL alone.
+        train_dataset (`Dataset`, *optional*): [`TokenRows`], [`CachedFeatures`], or any with `input_ids` of one length.
+        eval_dataset (`Dataset`, *optional*): likewise. Losses are then reported as `eval_content`, `eval_kl`, …
+        **kwargs: as in `transformers.Trainer`.
+
+    Example:
+
+    ```python
+    >>> args = KVTrainingArguments("out", content_weight=1.0, kl_weight=1.0, learning_rate=1e-4)
+    >>> trainer = KVMapperTrainer(mapper, args, source=source, target=target, train_dataset=TokenRows(texts, tokenizer))
+    >>> trainer.train()
+    ```
+
+    Raises:
+        [`CalibrationError`]: if a model is missing that the losses need.
+        [`PairMismatchError`]: if models or features are of another pair than the mapper.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        mapper: KVMapper,
+        args: KVTrainingArguments,
+        *,
+        source: nn.Module | None = None,
+        target: nn.Module | None = None,
+        train_dataset: "Dataset[Any] | None" = None,
+        eval_dataset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        mapper.check_pair(source=source, target=target)
+        evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+        datasets = [dataset for dataset in (train_dataset, *evaluated) if dataset is not None]
+        cached = [dataset for dataset in datasets if isinstance(dataset, CachedFeatures)]
+        for features in cached:
+            features.check(mapper)
+        module = KVTransferModule(
+            mapper,
+            args.loss_weights,
+            attention=next((features.attention for features in cached), ()),
+            shortest_context=args.shortest_context,
+            longest_continuation=args.longest_continuation,
+        )
+        kwargs.setdefault("compute_metrics", module.average)
+        super().__init__(model=module, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        self.module = module
+        self.source: Any = _frozen(source, args.device)
+        self.target: Any = _frozen(target, args.device)
+        if args.label_names is None:
+            # Trainer computes metrics only where there are labels.
+            self.label_names = ["input_ids"]
+        self._measured: dict[str, list[Tensor]] = {}
+        if datasets:
+            rows = islice(iter(datasets[0]), args.scale_rows)
+            estimate_scales(module, (self._completed(self.data_collator([row])) for row in rows))
+
+    # ---------------------------------------------------------------------------------------------------- the losses
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As in `transformers.Trainer`, after adding what the models make of the batch."""
+        inputs = self._completed(inputs)
+        if self.module.weights.kl:
+            inputs["target"] = self.target
+            if self.model.training:
+                inputs["handover"] = self._handover(inputs["input_ids"].shape[1])
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if self.model.training:
+            for name in self.module.figures:
+                self._measured.setdefault(name, []).append(outputs[name].mean())
+        return (loss, outputs) if return_outputs else loss
+
+    def _completed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch with the features that both models make of it, unless it has them."""
+        if all(name in inputs for name in FEATURES):
+            missing = [] if self.target is not None or not self.module.weights.kl else ["target"]
+        else:
+            missing = [name for name in ("source", "target") if getattr(self, name) is None]
+        if missing:
+            raise CalibrationError(
+                f"Training needs the {' and the '.join(missing)} model, which the trainer wasn't given; expected "
+                "`KVMapperTrainer(mapper, args, source=…, target=…)`. With `CachedFeatures` the content and attention "
+                "losses need neither, and the KL needs the target alone."
+            )
+        if all(name in inputs for name in FEATURES):
+            return dict(inputs)
+        features, attention = capture_batch(
+            self.source,
+            self.target,
+            inputs["input_ids"].to(self.args.device),
+            anchor_layers=self.module.mapper.config.anchor_layers,
+            queries=self.args.queries if self.module.weights.attention else 0,
+        )
+        self.module.attention = attention
+        return {**inputs, **{name: value.to(self.args.device) for name, value in features.items()}}
+
+    def _handover(self, tokens: int) -> Any:
+        # By seed and step: all batches of a step share it, on all processes, and a resumed run draws it again.
+        seed = (self.args.seed * 1_000_003 + self.state.global_step) % 2**32
+        return self.module.handover(tokens, torch.Generator().manual_seed(seed))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in `transformers.Trainer`; beside the loss its parts, averaged in the same way."""
+        if "loss" in logs:
+            for name, figures in self._measured.items():
+                mean = torch.stack(figures).float().mean()
+                logs[name] = round(float(self.accelerator.gather(mean).mean()), 6)
+            self._measured = {}
+        super().log(logs, *args, **kwargs)
+
+    # ----------------------------------------------------------------------------------------------------- the files
+
+    @contextmanager
+    def _mapper_as_model(self) -> Iterator[None]:
+        """What Trainer does for a `PreTrainedModel` is wanted for the mapper, not for the module around it."""
+        module, self.model = self.model, self.module.mapper
+        try:
+            yield
+        finally:
+            self.model = module
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if state_dict is not None:
+            state_dict = {name.removeprefix("mapper."): value for name, value in state_dict.items()}
+        with self._mapper_as_model():
+            super()._save(output_dir, state_dict)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers.Trainer`."""
+        with self._mapper_as_model():
+            super().create_model_card(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_mapper(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_mapper(str(self.state.best_model_checkpoint))
+
+    def _load_mapper(self, folder: str) -> None:
+        mapper = self.module.mapper
+        mapper.load_state_dict(type(mapper).from_pretrained(folder, dtype=mapper.dtype).state_dict())
+
+
+def _frozen(model: nn.Module | None, device: torch.device) -> nn.Module | None:
+    if model is None:
+        return None
+    model = model.eval().requires_grad_(False)
+    # What a device map has spread out, and what is quantised, stays where it is.
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+    return model if placed else model.to(device)
