@@ -54,7 +54,7 @@ def _with(record: QueryRecord, queries: Tensor) -> QueryRecord:
 def attention_tensors(attention: Sequence[QueryRecord]) -> dict[str, Tensor]:
     """All tensors of records without queries, by name; with [`attention_settings`] they are the whole."""
     return {
-        f"attention.{layer}.{name}": value.contiguous().cpu()
+        f"attention.{layer}.{name}": value.cpu().clone()  # layers may share one, which safetensors refuses
         for layer, record in enumerate(attention)
         for name, value in vars(record).items()
         if isinstance(value, Tensor)

@@ -1,0 +1,368 @@
+"""Training: what the two trainers, accumulated batches, interrupted runs and several losses have in common."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_kvtransfer import KVMapper
+from hf_kvtransfer.errors import CalibrationError, KVTransferError, MapperFileError, PairMismatchError
+from hf_kvtransfer.training import (
+    CachedFeatures,
+    KVMapperTrainer,
+    KVTrainingArguments,
+    KVTransferModule,
+    LossWeights,
+    TokenRows,
+    capture_batch,
+    estimate_scales,
+    with_form,
+)
+
+from .conftest import FAMILY
+
+
+SUPPORT = [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]
+ALL = {"content_weight": 1.0, "attention_weight": 0.5, "kl_weight": 0.25}
+
+
+def texts():
+    with open(FAMILY / "data" / "calibration.jsonl", encoding="utf-8") as file:
+        return [json.loads(line)["text"] for line, _ in zip(file, range(60), strict=False)]
+
+
+@pytest.fixture(scope="module")
+def pair(family_model):
+    """Copies, since the trainer freezes its models."""
+    return tuple(copy.deepcopy(family_model(name)) for name in ("small", "large"))
+
+
+@pytest.fixture(scope="module")
+def rows(family_tokenizer):
+    return TokenRows(texts(), family_tokenizer, sequence_length=32, num_sequences=8)
+
+
+@pytest.fixture(scope="module")
+def fitted(pair, family_tokenizer):
+    """A mapper in closed form."""
+    return KVMapper.fit(
+        *pair, texts(), tokenizer=family_tokenizer, preset="heo2026", k=2, sequence_length=64, num_sequences=24
+    )
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory, pair, rows, family_tokenizer):
+    folder = tmp_path_factory.mktemp("features") / "captured"
+    return CachedFeatures.capture(folder, *pair, family_tokenizer, rows, queries=6, anchors=(1,), batch_size=3)
+
+
+@pytest.fixture
+def plain_features(features):
+    """Read as by a mapper without an anchor."""
+    return CachedFeatures(features.folder)
+
+
+def residual(fitted):
+    torch.manual_seed(1)
+    return with_form(fitted, "residual", hidden=8)
+
+
+def arguments(folder, kind=KVTrainingArguments, **changes):
+    settings = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    if kind is KVTrainingArguments:
+        settings |= {"queries": 6, "shortest_context": 4, "longest_continuation": 8}
+    return kind(str(folder), **{**settings, **changes})
+
+
+def train(fitted, args, pair=(None, None), mapper=None, resume=None, callbacks=(), **datasets):
+    mapper = residual(fitted) if mapper is None else mapper
+    trainer = KVMapperTrainer(mapper, args, source=pair[0], target=pair[1], callbacks=list(callbacks), **datasets)
+    trainer.train(resume_from_checkpoint=resume)
+    return mapper, trainer
+
+
+def assert_same(one, other, tolerance=0.0):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            tensor, other[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_changed(one, other):
+    other = other.state_dict()
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in one.state_dict().items())
+
+
+class TestTrainerLaws:
+    def test_plain_trainer_and_mapper_trainer_make_the_same_mapper(self, fitted, plain_features, tmp_path):
+        weights = {"content_weight": 1.0, "attention_weight": 0.5}
+        ours, trainer = train(fitted, arguments(tmp_path, **weights), train_dataset=plain_features)
+
+        theirs = residual(fitted)
+        module = KVTransferModule(theirs, LossWeights(1.0, 0.5), attention=plain_features.attention)
+        estimate_scales(module, (plain_features[i] for i in range(len(plain_features))))
+        plain = Trainer(module, arguments(tmp_path, TrainingArguments), train_dataset=plain_features)
+        plain.train()
+        assert_changed(ours, residual(fitted))
+        assert_same(ours, theirs)
+        losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, plain)]
+        assert losses[0] == losses[1]
+
+    @pytest.mark.parametrize(
+        "weights", [{"content_weight": 1.0, "attention_weight": 0.5}, ALL], ids=["features", "all"]
+    )
+    def test_captured_features_train_as_the_models_themselves_do(
+        self, fitted, pair, rows, plain_features, tmp_path, weights
+    ):
+        cached, _ = train(fitted, arguments(tmp_path, **weights), pair, train_dataset=plain_features)
+        running, _ = train(fitted, arguments(tmp_path, **weights), pair, train_dataset=rows)
+        assert_same(cached, running, 1e-5)
+
+    def test_accumulated_batches_are_one_large_batch(self, fitted, pair, rows, tmp_path):
+        batches = []
+        for size in (8, 2):
+            sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+            args = arguments(tmp_path, optim="sgd", learning_rate=1.0, max_steps=3, **sizes, **ALL)
+            batches.append(train(fitted, args, pair, train_dataset=rows)[0])
+        assert_changed(batches[0], residual(fitted))
+        assert_same(*batches, 1e-5)
+
+    def test_a_run_killed_and_resumed_is_an_uninterrupted_one(self, fitted, pair, rows, tmp_path):
+        class Kill(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 3:
+                    raise KeyboardInterrupt
+
+        settings = {
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "max_grad_norm": 0.5,
+            **ALL,
+        }
+        whole, _ = train(fitted, arguments(tmp_path / "whole", **settings), pair, train_dataset=rows)
+        with pytest.raises(KeyboardInterrupt):
+            train(fitted, arguments(tmp_path / "killed", **settings), pair, train_dataset=rows, callbacks=[Kill()])
+        torch.manual_seed(99)
+        resumed, trainer = train(
+            fitted, arguments(tmp_path / "killed", **settings), pair, resume=True, train_dataset=rows
+        )
+        assert trainer.state.global_step == 4
+        assert_same(whole, resumed)
+
+    def test_a_checkpoint_holds_the_mapper_and_nothing_else(self, fitted, pair, rows, tmp_path):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=4, **ALL)
+        mapper, trainer = train(fitted, args, pair, train_dataset=rows)
+        trainer.save_model(str(tmp_path / "final"))
+        for folder in (tmp_path / "checkpoint-4", tmp_path / "final"):
+            with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+                assert set(file.keys()) == set(mapper.state_dict())
+            assert_same(KVMapper.from_pretrained(folder), mapper)
+
+    def test_the_best_checkpoint_comes_back(self, fitted, pair, plain_features, tmp_path):
+        args = arguments(
+            tmp_path,
+            learning_rate=10.0,  # makes it worse at every step
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            max_steps=3,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_content",
+            greater_is_better=False,
+        )
+        mapper, trainer = train(fitted, args, train_dataset=plain_features, eval_dataset=plain_features)
+        assert_same(KVMapper.from_pretrained(trainer.state.best_model_checkpoint), mapper)
+
+    def test_mixed_precision_keeps_the_weights_in_full(self, fitted, pair, rows, tmp_path):
+        mapper, _ = train(fitted, arguments(tmp_path, bf16=True, **ALL), pair, train_dataset=rows)
+        whole, _ = train(fitted, arguments(tmp_path, **ALL), pair, train_dataset=rows)
+        assert {parameter.dtype for parameter in mapper.parameters()} == {torch.float32}
+        assert_changed(mapper, whole)
+        assert_same(mapper, whole, 1e-2)
+        assert all(torch.isfinite(parameter).all() for parameter in mapper.parameters())
+
+    def test_losses_are_logged_and_evaluated_by_name(self, fitted, pair, rows, tmp_path):
+        args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, **ALL)
+        _, trainer = train(fitted, args, pair, train_dataset=rows, eval_dataset=rows)
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        names = ("content", "attention", "kl")
+        assert len(logged) == 2
+        for entry in logged:
+            total = sum(ALL[f"{name}_weight"] * entry[name] for name in names)
+            assert entry["loss"] == pytest.approx(total, abs=1e-3)
+        measured = trainer.evaluate()
+        total = sum(ALL[f"{name}_weight"] * measured[f"eval_{name}"] for name in names)
+        assert measured["eval_loss"] == pytest.approx(total, rel=1e-4)
+        assert 0 <= measured["eval_agreement"] <= 1
+
+    def test_metrics_of_ones_own(self, fitted, plain_features, tmp_path):
+        trainer = KVMapperTrainer(
+            residual(fitted),
+            arguments(tmp_path),
+            train_dataset=plain_features,
+            eval_dataset=plain_features,
+            compute_metrics=lambda prediction: {"worst": float(prediction.predictions.max())},
+        )
+        measured = trainer.evaluate()
+        assert measured["eval_worst"] >= measured["eval_loss"]
+
+    def test_frozen_models_are_left_as_they_are(self, fitted, pair, rows, tmp_path):
+        before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in pair]
+        _, trainer = train(fitted, arguments(tmp_path, **ALL), pair, train_dataset=rows)
+        for model, state in zip(pair, before, strict=True):
+            assert not model.training
+            assert not any(parameter.requires_grad for parameter in model.parameters())
+            assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert {name.split(".")[0] for name, _ in trainer.model.named_parameters()} == {"mapper"}
+
+    def test_the_card_of_a_trained_mapper_can_be_written(self, fitted, plain_features, tmp_path):
+        _, trainer = train(fitted, arguments(tmp_path), train_dataset=plain_features)
+        trainer.save_model()
+        trainer.create_model_card(model_name="trained")
+        assert "trained" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+class TestOverfit:
+    """200 steps on one batch bring each loss near zero."""
+
+    @pytest.mark.parametrize(
+        ("form", "weights", "name", "below"),
+        [
+            ("residual", LossWeights(1, 0, 0), "content", 0.01),
+            ("residual", LossWeights(0, 1, 0), "attention", 0.01),
+            ("residual", LossWeights(0, 0, 1), "kl", 0.03),
+            ("mlp", LossWeights(1, 0, 0), "content", 0.01),
+        ],
+        ids=["content", "attention", "kl", "mlp"],
+    )
+    def test_overfit(self, fitted, pair, rows, form, weights, name, below):
+        batch, attention = capture_batch(*pair, rows.rows[:1, :20], queries=6)
+        batch |= {"input_ids": rows.rows[:1, :20], "target": pair[1].requires_grad_(False)}
+        torch.manual_seed(0)
+        module = KVTransferModule(
+            with_form(fitted, form, hidden=64),
+            weights,
+            attention=attention,
+            shortest_context=12,
+            longest_continuation=4,
+        )
+        estimate_scales(module, [batch])
+        optimizer = torch.optim.AdamW(module.parameters(), lr=6e-3, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+        before = float(module.eval()(**batch)[name].mean())
+        module.train()
+        for _ in range(200):
+            optimizer.zero_grad()
+            module(**batch).loss.backward()
+            optimizer.step()
+            schedule.step()
+        assert float(module.eval()(**batch)[name].mean()) < below < 0.1 * before
+
+
+class TestAnchored:
+    def anchored(self, pair, family_tokenizer):
+        mapper = KVMapper.for_pair(*pair, tokenizer=family_tokenizer)
+        config = copy.deepcopy(mapper.config)
+        entry = {"layers": [2, 3], "anchor": True}
+        config.anchor_layers = 1
+        config.support = [None, None, *({"keys": entry, "values": entry} for _ in range(4))]
+        return KVMapper(config)
+
+    def test_trains_with_its_own_target(self, pair, rows, features, family_tokenizer, tmp_path):
+        mapper = self.anchored(pair, family_tokenizer)
+        settings = {"learning_rate": 1e-2, "max_steps": 6, **ALL}
+        train(None, arguments(tmp_path, **settings), pair, mapper=mapper, train_dataset=rows)
+        assert all(parameter.any() for parameter in mapper.parameters())
+        cached = self.anchored(pair, family_tokenizer)
+        train(None, arguments(tmp_path, **settings), pair, mapper=cached, train_dataset=features)
+        assert_same(mapper, cached, 1e-3)
+
+    def test_features_without_its_anchor_are_refused(self, pair, plain_features, family_tokenizer, tmp_path):
+        with pytest.raises(PairMismatchError, match="read without the anchor of 1 layers"):
+            plain_features.check(self.anchored(pair, family_tokenizer))
+        with pytest.raises(CalibrationError, match="expected 2 among them"):
+            CachedFeatures(plain_features.folder, anchor_layers=2)
+
+
+class TestRefusals:
+    def test_losses_that_weigh_nothing(self, tmp_path):
+        with pytest.raises(CalibrationError, match="at least one above zero"):
+            arguments(tmp_path, content_weight=0.0)
+        with pytest.raises(CalibrationError, match="weights of zero or more"):
+            arguments(tmp_path, kl_weight=-1.0)
+
+    def test_gradient_checkpointing(self, tmp_path):
+        names = {field.name for field in dataclasses.fields(KVTrainingArguments)}
+        name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+        with pytest.raises(KVTransferError, match="`gradient_checkpointing` recomputes"):
+            arguments(tmp_path, **{name: True})
+
+    def test_no_accelerate(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("hf_kvtransfer.training.arguments.is_accelerate_available", lambda: False)
+        with pytest.raises(KVTransferError, match="Training needs accelerate"):
+            arguments(tmp_path)
+
+    def test_a_mapper_without_maps(self, pair):
+        with pytest.raises(CalibrationError, match="nothing to train"):
+            KVTransferModule(KVMapper.for_pair(*pair))
+
+    def test_models_that_are_missing(self, fitted, pair, rows, plain_features, tmp_path):
+        with pytest.raises(CalibrationError, match="needs the source and the target model"):
+            KVMapperTrainer(residual(fitted), arguments(tmp_path), train_dataset=rows)
+        with pytest.raises(CalibrationError, match="needs the target model"):
+            KVMapperTrainer(residual(fitted), arguments(tmp_path, **ALL), train_dataset=plain_features)
+
+    def test_other_models(self, fitted, pair, rows, tmp_path):
+        with pytest.raises(PairMismatchError, match="is not the one this mapper was fitted for"):
+            KVMapperTrainer(residual(fitted), arguments(tmp_path), source=pair[1], target=pair[0], train_dataset=rows)
+
+    def test_a_batch_that_lacks_what_a_loss_reads(self, fitted, plain_features):
+        batch = {name: value[None] for name, value in plain_features[0].items()}
+        with pytest.raises(CalibrationError, match="The batch lacks source_keys"):
+            KVTransferModule(fitted)(input_ids=batch["input_ids"])
+        with pytest.raises(CalibrationError, match="the target or `input_ids` is missing"):
+            KVTransferModule(fitted, LossWeights(kl=1.0))(**batch)
+        with pytest.raises(CalibrationError, match="reads the target's queries"):
+            KVTransferModule(fitted, LossWeights(attention=1.0))(**batch)
+        batch["target_keys"] = batch["target_keys"][..., 1:]
+        with pytest.raises(CalibrationError, match="side by side"):
+            KVTransferModule(fitted)(**batch)
+
+    def test_an_empty_training_set(self, fitted, tmp_path):
+        class Empty(Dataset):
+            def __len__(self):
+                return 0
+
+            def __getitem__(self, index):
+                raise IndexError
+
+        with pytest.raises(CalibrationError, match="There are no rows to measure"):
+            KVMapperTrainer(residual(fitted), arguments(tmp_path), train_dataset=Empty())
+
+    def test_a_damaged_checkpoint(self, fitted, plain_features, tmp_path):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+        train(fitted, args, train_dataset=plain_features)
+        file = tmp_path / "checkpoint-4" / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(bytes(content))
+        with pytest.raises(MapperFileError):
+            train(fitted, args, resume=True, train_dataset=plain_features)
