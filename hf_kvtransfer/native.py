@@ -82,7 +82,8 @@ def run_native(
 
     Args:
         target (`torch.nn.Module`):
-            The target model, possibly multimodal or wrapped by PEFT or `torch.compile`, on any device.
+            The target model, possibly multimodal or wrapped by PEFT or `torch.compile`, on any device. Layers that are
+            themselves compiled with `fullgraph=True` run only when all of them do.
         input_ids (`torch.Tensor` of shape `[batch, tokens]`):
             The new tokens, one or more.
         layers (`int`, *optional*):
@@ -155,7 +156,7 @@ def _run_piece(decoder: Any, stop: int | None, past: list[Entry], **inputs: Any)
     quiet = {name: False for name in _COLLECTED if getattr(decoder.config, name, False)}
     with _noted_input(decoder, stop) as noted, suppress(_LastLayerWrittenError):
         decoder(**inputs, **quiet, use_cache=True, **{cache_keyword(decoder): cache})
-    new = [cache.new[layer] for layer in range(len(cache.new))]
+    new = [cache.new[layer] for layer in sorted(cache.new)]
     return NativeRun(tuple(keys for keys, _ in new), tuple(values for _, values in new), noted.get("hidden"))
 
 
@@ -181,8 +182,6 @@ class _NewEntries(DynamicCache):
             layer.keys, layer.values = keys, values
             self.layers.append(layer)
 
-    # Layers may be compiled, which can't be left by an exception.
-    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Entry:
         # Copies, as in any cache: what comes in are views, of queries, keys and values in one for some models.
         key_states, value_states = key_states.contiguous(), value_states.contiguous()
@@ -219,6 +218,7 @@ def _noted_input(decoder: Any, layer: int | None) -> Iterator[dict[str, Tensor]]
         return
     thread = threading.get_ident()
 
+    # A compiled layer would have to compile its hooks too, and can't ask for the thread.
     @torch.compiler.disable
     def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
@@ -316,8 +316,7 @@ def _checked_past(past: Any, rows: int, layers: int) -> list[Entry]:
             "rows, and the same number of tokens in each layer. Pass entries of every preceding token, some of which a "
             "cache with a sliding window drops."
         )
-    # Nothing cached yet is no past at all.
-    return pairs[:layers] if next(iter(sizes))[1] else []
+    return pairs[:layers]
 
 
 def _is_entry(value: Any) -> bool:
