@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..calibration.texts import describe_source, iter_texts, pack
+from ..errors import CalibrationError
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -39,6 +40,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         self.name = describe_source(texts)
         limit = None if num_sequences is None else num_sequences + skip
         rows = list(pack(iter_texts(texts), tokenizer, sequence_length, limit))[skip:]
+        if not rows:
+            raise CalibrationError(
+                f"After the {skip} rows that are skipped no rows are left of {self.name}; expected more text. Pass "
+                "more, or a smaller `sequence_length`."
+            )
         self.rows = torch.tensor(rows, dtype=torch.long)
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
 from ..errors import CalibrationError
 from ..mapper import KVMapper
@@ -79,6 +79,8 @@ class KVMapperTrainer(Trainer):
             longest_continuation=args.longest_continuation,
         )
         kwargs.setdefault("compute_metrics", module.average)
+        # With a tokenizer, Trainer would pad rows that need no padding.
+        kwargs.setdefault("data_collator", default_data_collator)
         super().__init__(model=module, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.module = module
         self.source: Any = _frozen(source, args.device)
