@@ -6,7 +6,7 @@ rotary code, softmax) isn't counted, nor are the embedding and the LM head, whic
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from .config import KVMapperConfig
 from .errors import KVTransferError, UnsupportedModelError
 from .features import LayerSupport, Support
 from .geometry import ModelGeometry
+from .mapper import KVMapper
 from .maps import MAPS
 from .modules import decoder_of, skeleton, text_config
 
@@ -184,19 +185,21 @@ def prefill_flops(config: PreTrainedConfig, tokens: int) -> int:
     return sum(layer.flops(0, tokens) for layer in layer_costs(config))
 
 
-def anchor_flops(layers: Sequence[LayerCost], anchor_layers: int, start: int, stop: int) -> int:
+def anchor_flops(layers: Sequence[LayerCost], anchor_layers: int, start: int, stop: int, anchor_start: int = 0) -> int:
     """
-    Operations of the first `anchor_layers` layers over tokens `start` to `stop`, on top of all those before, and of
-    the next one's projection, which makes its keys and values.
+    Operations of `anchor_layers` layers over tokens `start` to `stop`, on top of all those before, and of the next
+    one's projection, which makes its keys and values.
 
     Args:
         layers (`Sequence[LayerCost]`): of the whole model.
         anchor_layers (`int`): how many of them run.
         start (`int`): the first token.
         stop (`int`): the token after the last one.
+        anchor_start (`int`, *optional*, defaults to 0): the first layer that runs.
     """
-    run = sum(layer.flops(start, stop) for layer in layers[:anchor_layers])
-    return run + sum(layer.projection for layer in layers[anchor_layers : anchor_layers + 1]) * (stop - start)
+    end = anchor_start + anchor_layers
+    run = sum(layer.flops(start, stop) for layer in layers[anchor_start:end])
+    return run + sum(layer.projection for layer in layers[end : end + 1]) * (stop - start)
 
 
 def conversion_cost(
@@ -205,6 +208,7 @@ def conversion_cost(
     tokens: int,
     *,
     anchor_layers: int | None = None,
+    anchor_start: int = 0,
     exact_prefix: int = 0,
     exact_suffix: int = 0,
 ) -> ConversionCost:
@@ -213,9 +217,10 @@ def conversion_cost(
 
     Args:
         target (`Sequence[LayerCost]`): of the target's layers, from [`layer_costs`].
-        maps (`Sequence[MapShape]`): of all target layers and kinds that are mapped.
+        maps (`Sequence[MapShape]`): of all target layers and kinds that are mapped, and of what enters an anchor.
         tokens (`int`): length of the context.
-        anchor_layers (`int`, *optional*): how many of the target's first layers run over what is mapped.
+        anchor_layers (`int`, *optional*): how many of the target's layers run over what is mapped.
+        anchor_start (`int`, *optional*, defaults to 0): the first of these.
         exact_prefix (`int`, *optional*, defaults to 0): how many of the first tokens the target reads itself.
         exact_suffix (`int`, *optional*, defaults to 0): how many of the last.
 
@@ -228,7 +233,7 @@ def conversion_cost(
     end = max(tokens - exact_suffix, begin)
     return ConversionCost(
         map=sum(shape.flops_per_token() for shape in maps) * (end - begin),
-        anchor=0 if anchor_layers is None else anchor_flops(target, anchor_layers, begin, end),
+        anchor=0 if anchor_layers is None else anchor_flops(target, anchor_layers, begin, end, anchor_start),
         prefix=sum(layer.flops(0, begin) for layer in target),
         suffix=sum(layer.flops(end, tokens) for layer in target),
         prefill=sum(layer.flops(0, tokens) for layer in target),
@@ -244,16 +249,26 @@ def conversion_flops(config: KVMapperConfig, tokens: int, **exact: int) -> Conve
         tokens (`int`): length of the context.
         **exact: `exact_prefix` and `exact_suffix`, where `convert` is called with others than the mapper's.
     """
-    maps = map_shapes(
-        config.supports(), config.geometry("source"), config.geometry("target"), config.map_type, config.map_options
-    )
     return conversion_cost(
         layer_costs(config.model_config("target")),
-        maps,
+        map_shapes(config),
         tokens,
         anchor_layers=config.anchor_layers,
+        anchor_start=config.anchor_start,
         **{"exact_prefix": config.exact_prefix, "exact_suffix": config.exact_suffix, **exact},
     )
+
+
+def map_shapes(config: KVMapperConfig) -> list[MapShape]:
+    """The shapes of all maps that a mapper of this configuration has."""
+    with torch.device("meta"):
+        mapper = KVMapper(config)
+    forms: list[Any] = [form for layer in mapper.layers for form in layer.children()]
+    options = tuple(sorted(config.map_options.items()))
+    shapes = [MapShape(m.in_features, m.heads, m.head_dim, m.groups, config.map_type, options) for m in forms]
+    if (entry := mapper.entry) is not None:
+        shapes.append(MapShape(entry.in_features, entry.heads, entry.head_dim, entry.groups))
+    return shapes
 
 
 def recipe_flops(
@@ -264,6 +279,7 @@ def recipe_flops(
     *,
     k: int | None = None,
     anchor_layers: int | None = None,
+    anchor_start: int | None = None,
     **exact: int,
 ) -> ConversionCost:
     """
@@ -277,70 +293,56 @@ def recipe_flops(
         source (`PreTrainedConfig`): of the other source.
         target (`PreTrainedConfig`): of the other target.
         tokens (`int`): length of the context.
-        k (`int`, *optional*): source layers that each map of more than none reads.
+        k (`int`, *optional*): source layers that each map reads, except those that read the anchor alone.
         anchor_layers (`int`, *optional*): layers of the anchor; of no effect for a mapper without one.
+        anchor_start (`int`, *optional*): the first of these; of no effect where the embedding enters.
         **exact: `exact_prefix` and `exact_suffix`, where they differ from the mapper's.
     """
-    here = config.geometry("source").num_layers, config.geometry("target").num_layers
-    there = ModelGeometry.from_config(source), ModelGeometry.from_config(target)
-    anchor = config.anchor_layers
-    if anchor is not None:
-        anchor = _scaled(anchor, here[1], there[1].num_layers) if anchor_layers is None else anchor_layers
-    mapped = [entry for entry in config.supports() if entry is not None]
-    first = 0 if anchor is None else anchor + 1
-    left = max(there[1].num_layers - first, 0)
-    supports: list[LayerSupport | None] = [None] * min(first, there[1].num_layers)
-    for index in range(left if mapped else 0):
-        entry = mapped[index * len(mapped) // left]
-        supports.append({kind: _at(support, k, here[0], there[0].num_layers) for kind, support in entry.items()})
-    return conversion_cost(
-        layer_costs(target),
-        map_shapes(supports, *there, config.map_type, config.map_options),
-        tokens,
-        anchor_layers=anchor,
-        **{"exact_prefix": config.exact_prefix, "exact_suffix": config.exact_suffix, **exact},
+    here, there = config.geometry("target"), ModelGeometry.from_config(target)
+    of, to = config.geometry("source").num_layers, ModelGeometry.from_config(source).num_layers
+
+    def scaled(support: Support) -> Support:
+        number = len(support.layers)
+        number = _scaled(number, of, to) if k is None or not number else min(k, to)
+        return replace(support, layers=tuple(range(number)))
+
+    old, run, start = config.native_layers(here.num_layers), config.anchor_layers, config.anchor_start
+    if run is not None:
+        run = _scaled(run, here.num_layers, there.num_layers) if anchor_layers is None else anchor_layers
+    if start:
+        start = there.num_layers * start // here.num_layers if anchor_start is None else anchor_start
+    entry = config.entry_support()
+    other = KVMapperConfig(
+        source_config=text_config(source).to_dict(),
+        target_config=text_config(target).to_dict(),
+        source_geometry=ModelGeometry.from_config(source).to_dict(),
+        target_geometry=there.to_dict(),
+        map_type=config.map_type,
+        map_options=config.map_options,
+        anchor_layers=run,
+        anchor_start=start,
+        entry=scaled(entry).to_dict() if entry is not None else None,
+        exact_prefix=config.exact_prefix,
+        exact_suffix=config.exact_suffix,
     )
-
-
-def map_shapes(
-    supports: Sequence[LayerSupport | None],
-    source: ModelGeometry,
-    target: ModelGeometry,
-    form: str = "linear",
-    options: dict[str, Any] | None = None,
-) -> list[MapShape]:
-    """
-    The shapes of all maps of a mapper.
-
-    Args:
-        supports (`Sequence`): what the maps of each target layer read; `None` for layers without maps.
-        source ([`ModelGeometry`]): of the source.
-        target ([`ModelGeometry`]): of the target.
-        form (`str`, *optional*, defaults to `"linear"`): the functional form.
-        options (`dict`, *optional*): its further arguments.
-    """
-    return [
-        MapShape(
-            support.width(source, layer, target.hidden_size),
-            layer.kv_heads,
-            layer.head_dim,
-            support.groups(layer),
-            form,
-            tuple(sorted((options or {}).items())),
-        )
-        for entry, layer in zip(supports, target.layers, strict=True)
-        for support in (entry or {}).values()
+    new, supports = other.native_layers(there.num_layers), config.supports()
+    # Where the mapper's anchor reaches to the last layer and the other doesn't, its first layers are the model.
+    before = _stretched(supports[: old.start], new.start)
+    after = _stretched(supports[old.stop :] or supports[: old.start], there.num_layers - new.stop)
+    other.support = [
+        {kind: scaled(support).to_dict() for kind, support in layer.items()} if layer is not None else None
+        for layer in [*before, *[None] * len(new), *after]
     ]
+    return conversion_flops(other, tokens, **exact)
 
 
 def _scaled(number: int, of: int, to: int) -> int:
     return -(-number * to // of)
 
 
-def _at(support: Support, k: int | None, of: int, to: int) -> Support:
-    number = len(support.layers)
-    number = _scaled(number, of, to) if k is None or not number else min(k, to)
-    return Support(tuple(range(number)), support.heads, support.joint, support.window, support.anchor)
+def _stretched(layers: Sequence[LayerSupport | None], number: int) -> list[LayerSupport | None]:
+    """As many layers as wanted, each like the one at the same depth."""
+    return [layers[index * len(layers) // number] if layers else None for index in range(number)]
 
 
 @lru_cache(maxsize=1024)

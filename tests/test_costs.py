@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3MoeConfig
 
+from hf_kvtransfer import KVMapper
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.config import KVMapperConfig
 from hf_kvtransfer.costs import (
@@ -20,7 +21,8 @@ from hf_kvtransfer.costs import (
     recipe_flops,
 )
 from hf_kvtransfer.errors import KVTransferError, UnsupportedModelError
-from hf_kvtransfer.features import Support
+from hf_kvtransfer.evaluation import prefill
+from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.geometry import ModelGeometry
 from hf_kvtransfer.maps import MAPS
 from hf_kvtransfer.modules import decoder_of
@@ -154,18 +156,54 @@ def test_a_mapper_costs_what_its_configuration_says():
     supports = [None, None, *[{kind: Support((0, 2), "local", True, 1, True) for kind in ("keys", "values")}] * 62]
     config = mapper_config(QWEN3_14B, QWEN3_32B, supports, anchor_layers=1, exact_suffix=24)
     cost = conversion_flops(config, 1024)
-    width = 2 * 2 * 2 * 128 + 5120
+    width = 2 * 2 * 2 * 128 + 5120 + 1  # the stream's direction and its size
     assert cost == conversion_cost(
         layer_costs(QWEN3_32B), 124 * [MapShape(width, 8, 128, 8)], 1024, anchor_layers=1, exact_suffix=24
     )
     assert conversion_flops(config, 1024, exact_suffix=0).suffix == 0
 
 
-def test_a_recipe_costs_the_same_at_its_own_pair():
+ANCHORS = [{}, {"anchor_layers": 0}, {"anchor_layers": 1}, {"anchor_layers": 1, "anchor_start": 1}]
+
+
+def anchored(source, target, anchor, heads="full"):
+    """A configuration for three target layers in which whatever may read the anchor does."""
+    config = mapper_config(source, target, None, **anchor)
+    native = config.native_layers(3)
+    config.support = [
+        None
+        if index in native
+        else {kind: vars(Support((0, 2), heads, True, 1, 0 < len(native) <= index)) for kind in KINDS}
+        for index in range(3)
+    ]
+    config.entry = vars(Support((1, 2), joint=True)) if anchor.get("anchor_start") else None
+    return config
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("anchor", ANCHORS, ids=str)
+@pytest.mark.parametrize("heads", ["full", "local"])
+def test_a_conversion_takes_what_is_counted(anchor, heads):
+    source, target = build("llama"), build("qwen3")
+    target.set_attn_implementation("eager")
+    mapper = KVMapper(anchored(source.config, target.config, anchor, heads)).eval()
+    ids = torch.randint(3, 100, (1, TOKENS))
+    cache = prefill(source, ids)
+    with FlopCounterMode(display=False) as counter:
+        mapper.convert(cache, target=target, input_ids=ids, hold_back=0, validate=False)
+    counted = conversion_flops(mapper.config, TOKENS)
+    # In one pass, attention multiplies what the mask then hides.
+    hidden = TOKENS * (TOKENS - 1) // 2 * layer_costs(target.config)[0].attention * anchor.get("anchor_layers", 0)
+    # Up to rotary tables.
+    assert counter.get_total_flops() == pytest.approx(counted.total + hidden, rel=0.01)
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=str)
+def test_a_recipe_costs_the_same_at_its_own_pair(anchor):
     tiny = build("qwen3").config
-    supports = [None, *[{kind: Support((0, 1), joint=True, anchor=True) for kind in ("keys", "values")}] * 2]
-    config = mapper_config(tiny, tiny, supports, anchor_layers=0, exact_prefix=4)
+    config = anchored(tiny, tiny, {**anchor, "exact_prefix": 4})
     assert recipe_flops(config, tiny, tiny, 64) == conversion_flops(config, 64)
+    assert recipe_flops(config, tiny, tiny, 64, exact_prefix=0).prefix == 0
 
 
 def test_a_recipe_keeps_its_shares_at_another_pair():
@@ -178,6 +216,19 @@ def test_a_recipe_keeps_its_shares_at_another_pair():
     assert cost == conversion_cost(layers, 2 * 41 * [MapShape(40 * 1024, 8, 128)], 2048, anchor_layers=22)
     cheap = recipe_flops(config, QWEN3_14B, QWEN3_32B, 2048, k=8, anchor_layers=4)
     assert cheap == conversion_cost(layers, 2 * 59 * [MapShape(8 * 1024, 8, 128)], 2048, anchor_layers=4)
+
+
+def test_a_recipe_keeps_the_place_of_its_anchor():
+    tiny = build("qwen3").config
+    config = anchored(tiny, tiny, {"anchor_layers": 1, "anchor_start": 1})
+    layers = layer_costs(QWEN3_32B)
+    cost = recipe_flops(config, QWEN3_14B, QWEN3_32B, 2048)
+    # Of the target the second third, and the next layer's projection. All others read two thirds of the source's 40
+    # layers, keys and values of two tokens; what enters the anchor reads those of one.
+    assert cost.anchor == anchor_flops(layers, 22, 0, 2048, anchor_start=21)
+    width = 2 * 27 * 1024
+    maps = [*2 * 41 * [MapShape(2 * width, 8, 128)], MapShape(width, 1, 5121)]
+    assert cost.map == 2048 * sum(shape.flops_per_token() for shape in maps)
 
 
 def test_what_cannot_be_counted_is_refused():

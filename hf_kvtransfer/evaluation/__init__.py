@@ -3,6 +3,7 @@
 from .choices import Choice, ChoiceResult, answer_choices, read_choices
 from .continuation import ContinuationScore, continuation_logits, divergence, prefill, score_continuation
 from .controls import Condition, conditions, random_mapper, transfer
+from .fidelity import Fidelity, measure_fidelity
 from .intervals import Interval, bootstrap, difference, mean_interval
 from .measures import context_value_kept, gap_recovered
 from .prefix import PrefixResult, prefix_nll
@@ -14,6 +15,7 @@ __all__ = [
     "ChoiceResult",
     "Condition",
     "ContinuationScore",
+    "Fidelity",
     "Interval",
     "PrefixResult",
     "Question",
@@ -28,6 +30,7 @@ __all__ = [
     "divergence",
     "gap_recovered",
     "mean_interval",
+    "measure_fidelity",
     "prefill",
     "prefix_nll",
     "random_mapper",
