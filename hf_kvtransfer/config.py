@@ -7,6 +7,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import MapperFileError, PairMismatchError
+from .features import KINDS, LayerSupport, Support, as_json, as_supports
 from .geometry import ModelGeometry
 from .maps import MAPS
 
@@ -19,6 +20,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "target_geometry": _OBJECT,
     "support": (list, tuple, type(None)),
     "map_type": (str,),
+    "map_options": _OBJECT,
+    "anchor_layers": (int, type(None)),
+    "anchor_start": (int,),
+    "entry": _OBJECT,
+    "exact_prefix": (int,),
+    "exact_suffix": (int,),
     "preset": _TEXT,
     "k": (int, type(None)),
     "ridge_lambda": (int, float, type(None)),
@@ -29,9 +36,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "target_weights": _OBJECT,
     "calibration": _OBJECT,
     "scores": _OBJECT,
+    "selection": _OBJECT,
     "dtype": _TEXT,
     "torch_dtype": _TEXT,
 }
+_COUNTS = ("anchor_layers", "anchor_start", "exact_prefix", "exact_suffix")
 # No layer of any model caches so many numbers per token; a damaged number must not ask for terabytes of memory.
 _WIDEST = 2**20
 
@@ -51,14 +60,31 @@ class KVMapperConfig(PreTrainedConfig):
             [`ModelGeometry`] of the source, as a dictionary.
         target_geometry (`dict`, *optional*):
             The same for the target.
-        support (`list[list[int]]`, *optional*):
-            For every target layer the source layers that it reads, in ascending order.
+        support (`list`, *optional*):
+            For every target layer what its maps read: the source layers in ascending order, where they read all KV
+            heads of the kind they map; else a dictionary with one [`Support`] for `"keys"` and one for `"values"`;
+            `None` for layers that the target runs itself.
         map_type (`str`, *optional*, defaults to `"linear"`):
             The functional form, a key of `hf_kvtransfer.maps.MAPS`.
+        map_options (`dict`, *optional*):
+            Further arguments of that form, such as `{"hidden": 1024}`.
+        anchor_layers (`int`, *optional*):
+            How many of its own first layers the target runs over the context in every conversion, `m`. Layers 0 to `m`
+            are then exact, and the normalised output of the first `m` can be read by the maps of the others. `None`
+            for a mapper that needs no target.
+        anchor_start (`int`, *optional*, defaults to 0):
+            The first of these layers. Above 0 what enters it is predicted from the source cache, and layers
+            `anchor_start` to `anchor_start + m` are the target's own.
+        entry (`dict`, *optional*):
+            The [`Support`] of that prediction; `None` with `anchor_start=0`, where the embedding enters.
+        exact_prefix (`int`, *optional*, defaults to 0):
+            How many of the first tokens the target reads itself, unless `convert` is told otherwise.
+        exact_suffix (`int`, *optional*, defaults to 0):
+            How many of the last tokens the target reads itself on top of the converted ones, likewise.
         preset (`str`, *optional*):
-            The published recipe that was followed, for example `"heo2026"`.
+            The recipe that was followed, for example `"heo2026"`.
         k (`int`, *optional*):
-            How many source layers each target layer reads.
+            How many source layers each target layer reads; the most, where they differ.
         ridge_lambda (`float`, *optional*):
             The ridge penalty on the unnormalised Gram matrix.
         tokenizer_fingerprint (`str`, *optional*):
@@ -76,6 +102,8 @@ class KVMapperConfig(PreTrainedConfig):
             Data, token counts and versions of the fit.
         scores (`dict`, *optional*):
             What was measured: `r2` in sample and held out, per target layer and kind.
+        selection (`dict`, *optional*):
+            How the recipe was chosen: every candidate of every layer and kind with its held-out score.
     """
 
     model_type = "kv_mapper"
@@ -86,8 +114,14 @@ class KVMapperConfig(PreTrainedConfig):
         target_config: dict[str, Any] | None = None,
         source_geometry: dict[str, Any] | None = None,
         target_geometry: dict[str, Any] | None = None,
-        support: list[list[int]] | None = None,
+        support: list[Any] | None = None,
         map_type: str = "linear",
+        map_options: dict[str, Any] | None = None,
+        anchor_layers: int | None = None,
+        anchor_start: int = 0,
+        entry: dict[str, Any] | None = None,
+        exact_prefix: int = 0,
+        exact_suffix: int = 0,
         preset: str | None = None,
         k: int | None = None,
         ridge_lambda: float | None = None,
@@ -98,6 +132,7 @@ class KVMapperConfig(PreTrainedConfig):
         target_weights: dict[str, list[float]] | None = None,
         calibration: dict[str, Any] | None = None,
         scores: dict[str, Any] | None = None,
+        selection: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _TYPES}
@@ -107,8 +142,14 @@ class KVMapperConfig(PreTrainedConfig):
         self.target_config = target_config
         self.source_geometry = source_geometry
         self.target_geometry = target_geometry
-        self.support = [sorted(layers) for layers in support] if support is not None else []
+        self.support = [as_json(as_supports(entry)) if entry is not None else None for entry in support or ()]
         self.map_type = map_type
+        self.map_options = map_options or {}
+        self.anchor_layers = anchor_layers
+        self.anchor_start = anchor_start
+        self.entry = entry
+        self.exact_prefix = exact_prefix
+        self.exact_suffix = exact_suffix
         self.preset = preset
         self.k = k
         self.ridge_lambda = ridge_lambda
@@ -119,6 +160,7 @@ class KVMapperConfig(PreTrainedConfig):
         self.target_weights = target_weights or {}
         self.calibration = calibration or {}
         self.scores = scores or {}
+        self.selection = selection or {}
         super().__init__(**kwargs)
 
     @classmethod
@@ -141,7 +183,13 @@ class KVMapperConfig(PreTrainedConfig):
         for name, value in values.items():
             fits = isinstance(value, _TYPES[name]) and not isinstance(value, bool)
             if name == "support" and fits and value is not None:
-                fits = all(isinstance(layers, list | tuple) and all(map(_is_whole, layers)) for layers in value)
+                fits = all(map(_is_support, value))
+            elif (
+                name in ("anchor_layers", "anchor_start", "exact_prefix", "exact_suffix") and fits and value is not None
+            ):
+                fits = value >= 0
+            elif name == "entry" and fits and value is not None:
+                fits = _is_support(dict.fromkeys(KINDS, value))
             elif name.endswith("_weights") and fits and value:
                 fits = all(isinstance(row, list | tuple) and all(map(_is_number, row)) for row in value.values())
             if not fits:
@@ -163,7 +211,55 @@ class KVMapperConfig(PreTrainedConfig):
                 f"This mapper has the functional form `{self.map_type}`; this release knows {sorted(MAPS)}. Upgrade "
                 "hf_kvtransfer."
             )
-        _check_support(self.support, source, target)
+        self._check_anchor(source, target)
+        native = self.native_layers(len(target.layers))
+        after = native.stop if self.anchor_layers is not None else len(target.layers)
+        _check_support(self.supports(), native, after, source, target)
+
+    def supports(self) -> list[LayerSupport | None]:
+        """What the maps of every target layer read, by kind; `None` for layers that the target runs itself."""
+        return [as_supports(entry) if entry is not None else None for entry in self.support]
+
+    def entry_support(self) -> Support | None:
+        """What the prediction of the residual stream that enters the anchor reads; `None` if nothing is predicted."""
+        return Support.from_dict(self.entry) if self.entry is not None else None
+
+    def native_layers(self, depth: int) -> range:
+        """
+        The target layers that it runs itself in every conversion, the last of them by its projection alone.
+
+        Args:
+            depth (`int`): number of target layers.
+        """
+        if self.anchor_layers is None:
+            return range(0)
+        return range(self.anchor_start, min(self.anchor_start + self.anchor_layers + 1, depth))
+
+    def _check_anchor(self, source: ModelGeometry, target: ModelGeometry) -> None:
+        start, layers, entry = self.anchor_start, self.anchor_layers, self.entry_support()
+        if layers is not None and start + layers > len(target.layers):
+            raise PairMismatchError(
+                f"The mapper's anchor runs {layers} layers from layer {start} on, of a target that has "
+                f"{len(target.layers)}; expected no more than there are. Fit the mapper with fewer, or load it again."
+            )
+        predicts = layers is not None and start > 0
+        plain = entry is not None and entry.heads == "full" and not entry.anchor and bool(entry.layers)
+        known = entry is None or all(layer < len(source.layers) for layer in entry.layers)
+        if (
+            predicts != (entry is not None)
+            or (entry is not None and not (plain and known))
+            or (predicts and not layers)
+        ):
+            raise PairMismatchError(
+                f"The mapper's anchor runs {layers} layers from layer {start} on, and what enters them is predicted "
+                f"from {self.entry}; expected a support of full heads above layer 0, one layer or more there, and "
+                "neither otherwise. The configuration is damaged: load the mapper again."
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a conversion takes the target model and the token ids, unless it is told to do without."""
+        return self.anchor_layers is not None or bool(self.exact_prefix or self.exact_suffix)
 
     def geometry(self, side: str) -> ModelGeometry:
         """
@@ -247,15 +343,41 @@ def _wrong_in(geometry: ModelGeometry) -> str | None:
     return None
 
 
-def _check_support(support: Sequence[Sequence[int]], source: ModelGeometry, target: ModelGeometry) -> None:
-    if len(support) != len(target.layers):
+def _is_support(entry: Any) -> bool:
+    if entry is None:
+        return True
+    try:
+        as_supports(entry)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _check_support(
+    supports: Sequence[LayerSupport | None], native: range, after: int, source: ModelGeometry, target: ModelGeometry
+) -> None:
+    if len(supports) != len(target.layers):
         raise PairMismatchError(
-            f"The mapper's support names {len(support)} target layers, its geometry {len(target.layers)}; expected "
+            f"The mapper's support names {len(supports)} target layers, its geometry {len(target.layers)}; expected "
             "the same number. The configuration is damaged: load the mapper again."
         )
-    for index, layers in enumerate(support):
-        if not layers or len(set(layers)) != len(layers) or not all(0 <= i < len(source.layers) for i in layers):
+    for index, layer in enumerate(supports):
+        if (layer is None) != (index in native):
             raise PairMismatchError(
-                f"The support of target layer {index} is {list(layers)}; expected one or more different source layers "
-                f"below {len(source.layers)}. The configuration is damaged: load the mapper again."
+                f"Target layer {index} has {'no ' if layer is None else ''}maps, and the target itself makes layers "
+                f"{list(native)}; expected maps for all others and for no others. The configuration is damaged: load "
+                "the mapper again."
             )
+        for support in (layer or {}).values():
+            layers = support.layers
+            reads = bool(layers) or support.anchor
+            if not reads or len(set(layers)) != len(layers) or not all(i < len(source.layers) for i in layers):
+                raise PairMismatchError(
+                    f"The support of target layer {index} is {list(layers)}; expected one or more different source "
+                    f"layers below {len(source.layers)}. The configuration is damaged: load the mapper again."
+                )
+            if support.anchor and index < after:
+                raise PairMismatchError(
+                    f"Target layer {index} reads the anchor's output, which is there for layers from {after} on; "
+                    "expected no such support below. The configuration is damaged: load the mapper again."
+                )

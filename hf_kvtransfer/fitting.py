@@ -1,29 +1,27 @@
 """From two loaded models, or from saved statistics, to a fitted mapper."""
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
-from .calibration import CalibrationStatistics, collect, iter_texts, layer_scores, r2, select_layers, solve_ridge
+from .calibration import CalibrationStatistics, collect, iter_texts, r2
 from .calibration.ridge import RidgeSolution
 from .calibration.texts import DEFAULT_DATASET, describe_source
 from .config import KVMapperConfig
 from .errors import CalibrationError
 from .geometry import ModelGeometry, tokenizer_fingerprint
 from .mapper import KVMapper
+from .memory import available_memory
 from .pairing import pair_manifest
+from .recipes import PRESETS, Recipe, recipe
 from .rope import RotaryCodec, verify_position_free
 from .saving import check_writable
+from .solving import K_CANDIDATES, Solved, mean, solve_published, solve_selected
 
 
-logger = logging.get_logger(__name__)
-
-PRESETS = ("heo2026",)
-# arXiv 2608.03893 chooses k per pair among these and "all layers".
-K_CANDIDATES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+__all__ = ["K_CANDIDATES", "PRESETS", "fit_mapper", "mapper_from_statistics"]
 
 
 def fit_mapper(
@@ -32,9 +30,19 @@ def fit_mapper(
     dataset: Any = None,
     *,
     tokenizer: Any,
-    preset: str = "heo2026",
-    k: int | Literal["all", "auto"] = "auto",
-    ridge_lambda: float = 0.01,
+    preset: str = "auto",
+    k: Any = None,
+    ridge_lambda: float | None = None,
+    heads: str | None = None,
+    joint: bool | None = None,
+    window: int | None = None,
+    order: str | None = None,
+    weighted: bool | None = None,
+    anchor_layers: Any = None,
+    anchor_start: Any = None,
+    max_cost: float | None = None,
+    exact_prefix: int | None = None,
+    exact_suffix: int | None = None,
     statistics_dir: str | os.PathLike[str] | None = None,
     target_tokenizer: Any = None,
     source_revision: str | None = None,
@@ -55,11 +63,32 @@ def fit_mapper(
             Text: a list of strings, a `.txt` or `.jsonl` file, a dataset, or the name of one on the Hub. Defaults to
             `HuggingFaceFW/fineweb-edu`, streamed.
         tokenizer (`PreTrainedTokenizerBase`): the tokenizer that both models share.
-        preset (`str`, *optional*, defaults to `"heo2026"`): the recipe; `"heo2026"` is arXiv 2608.03893.
-        k (`int`, `"all"` or `"auto"`, *optional*, defaults to `"auto"`):
-            How many source layers each target layer reads. `"auto"` takes, among the paper's values, the one with the
-            highest held-out R².
-        ridge_lambda (`float`, *optional*, defaults to 0.01): λ, on the unnormalised Gram matrix.
+        preset (`str`, *optional*, defaults to `"auto"`):
+            The recipe. `"auto"` chooses, for the keys and the values of every target layer, what they read and λ by
+            held-out attention-output error. `"heo2026"` is arXiv 2608.03893, `"cachebridge2026"` arXiv 2609.00891.
+        k (`int`, `"all"` or `"auto"`, *optional*):
+            How many source layers each map reads. `"auto"`, the default of all presets, takes the one with the highest
+            held-out R² among the paper's values, except with the preset `"auto"`, which chooses for each map.
+        ridge_lambda (`float`, *optional*): λ, on the unnormalised Gram matrix; 0.01 in the published presets.
+        heads (`"full"` or `"local"`, *optional*): whether a target head reads all source heads, or its own.
+        joint (`bool`, *optional*): whether keys and values are both read to make either.
+        window (`int`, *optional*): how many previous tokens are read too; 0 by default.
+        order (`"ranked"` or `"greedy"`, *optional*):
+            Source layers by the R² of single-layer probes, or by what each adds to those before.
+        weighted (`bool`, *optional*): whether rows are weighted by attention.
+        anchor_layers (`int` or `"auto"`, *optional*):
+            How many of its own first layers the target runs over the context in every conversion. Look-ups into the
+            context mostly need one or a few; by default there are none, and the cache alone is converted. `"auto"`
+            takes the number that leaves the smallest held-out error at `max_cost`; a list, one of these.
+        anchor_start (`int`, *optional*):
+            The first of these layers, or a list of those to choose among; 0 by default, where the embedding enters.
+            Above 0 what enters is predicted from the source cache. That pays where the source knows the target's
+            residual stream well, as a pruned or fine-tuned relative does.
+        max_cost (`float`, *optional*):
+            What a conversion may cost, as a share of the target's prefill of 1,024 tokens, in floating-point
+            operations; of the preset `"auto"` only. No limit by default, 0.4 with `anchor_layers="auto"`.
+        exact_prefix (`int`, *optional*): first tokens of a context that the target reads itself; 0 by default.
+        exact_suffix (`int`, *optional*): last tokens that it reads itself on top of the converted ones; 0 by default.
         statistics_dir (`str` or `os.PathLike`, *optional*):
             Where the statistics are kept while they grow and afterwards. A fit that was interrupted goes on from there.
         target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
@@ -80,20 +109,35 @@ def fit_mapper(
 
     Raises:
         [`UnsupportedModelError`]: if a model can't be mapped exactly.
-        [`CalibrationError`]: if the text, the tokenizer or earlier statistics don't fit.
+        [`CalibrationError`]: if the text, the tokenizer or earlier statistics don't fit, or the recipe is impossible.
         [`SingularSystemError`]: if the ridge system has no unique solution.
     """
-    _check_preset(preset)
-    ridge_lambda = _number(ridge_lambda)
+    changes = {
+        "k": k,
+        "ridge_lambda": ridge_lambda,
+        "heads": heads,
+        "joint": joint,
+        "window": window,
+        "order": order,
+        "weighted": weighted,
+        "anchor_layers": anchor_layers,
+        "anchor_start": anchor_start,
+        "max_cost": max_cost,
+        "exact_prefix": exact_prefix,
+        "exact_suffix": exact_suffix,
+    }
+    chosen = recipe(preset, **changes)
     if statistics_dir is not None:
         check_writable(statistics_dir)
-    _check_k(k, ModelGeometry.from_model(source).num_layers)
+    geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)
+    _check_layers(chosen, *geometries)
     for model in (source, target):
         verify_position_free(model, RotaryCodec.from_model(model))
     dataset = DEFAULT_DATASET if dataset is None else dataset
     texts = iter_texts(dataset, text_field=text_field, split=dataset_split, config_name=dataset_config)
     if target_tokenizer is not None:
         calibration["fingerprints"] = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(target_tokenizer)
+    calibration.setdefault("layout", chosen.layout(*geometries, memory=available_memory() // 2))
     statistics = collect(
         source,
         target,
@@ -102,46 +146,38 @@ def fit_mapper(
         dataset=dataset_name or describe_source(dataset),
         checkpoint_dir=statistics_dir,
         manifest=pair_manifest(source, target, source_revision, target_revision),
+        attention_rows=calibration.pop("attention_rows", chosen.weighted),
+        sample_tokens=calibration.pop("sample_tokens", chosen.sample_tokens),
         **calibration,
     )
-    return mapper_from_statistics(statistics, preset=preset, k=k, ridge_lambda=ridge_lambda)
+    return mapper_from_statistics(statistics, preset=preset, **changes)
 
 
 def mapper_from_statistics(
-    statistics: CalibrationStatistics | str | os.PathLike[str],
-    *,
-    preset: str = "heo2026",
-    k: int | Literal["all", "auto"] = "auto",
-    ridge_lambda: float = 0.01,
+    statistics: CalibrationStatistics | str | os.PathLike[str], *, preset: str = "auto", **changes: Any
 ) -> KVMapper:
     """
     Solves a mapper from calibration statistics, without touching a model.
 
     Args:
         statistics ([`CalibrationStatistics`] or `str`): the statistics, or the folder they were saved to.
-        preset (`str`, *optional*, defaults to `"heo2026"`): the recipe.
-        k (`int`, `"all"` or `"auto"`, *optional*, defaults to `"auto"`): source layers per target layer.
-        ridge_lambda (`float`, *optional*, defaults to 0.01): λ, on the unnormalised Gram matrix.
+        preset (`str`, *optional*, defaults to `"auto"`): the recipe.
+        **changes:
+            What differs from the preset: `k`, `ridge_lambda`, `heads`, `joint`, `window`, `order`, `weighted`,
+            `anchor_layers`, `anchor_start`, `max_cost`, `exact_prefix`, `exact_suffix`, as in [`fit_mapper`].
 
     Returns:
-        [`KVMapper`]: with R² in sample and held out, per target layer, kind and KV head, in `config.scores`.
+        [`KVMapper`]: with R² in sample and held out, per target layer, kind and KV head, in `config.scores`, and all
+        that was compared in `config.selection`.
 
     Raises:
-        [`CalibrationError`]: if the statistics are empty or lack the manifest of their pair.
+        [`CalibrationError`]: if the statistics are empty, lack the manifest of their pair or what the recipe reads.
         [`SingularSystemError`]: if the ridge system has no unique solution.
     """
-    _check_preset(preset)
-    ridge_lambda = _number(ridge_lambda)
+    chosen = recipe(preset, **changes)
     if not isinstance(statistics, CalibrationStatistics):
         statistics = CalibrationStatistics.load(statistics)
-    _check_k(k, statistics.source.num_layers)
-    scores = layer_scores(statistics)
-    candidates: dict[str, float] = {}
-    if k == "auto":
-        k, solution, candidates = _best_k(statistics, scores, ridge_lambda)
-    else:
-        solution = solve_ridge(statistics, select_layers(scores, k), ridge_lambda, dtype=torch.float32)
-
+    _check_layers(chosen, statistics.source, statistics.target)
     manifest = statistics.manifest
     for name in ("source_config", "target_config"):
         if name not in manifest:
@@ -152,54 +188,47 @@ def mapper_from_statistics(
     config = KVMapperConfig(
         source_geometry=statistics.source.to_dict(),
         target_geometry=statistics.target.to_dict(),
-        support=solution.support,
         preset=preset,
-        k=len(solution.support[0]),
-        ridge_lambda=ridge_lambda,
+        exact_prefix=chosen.exact_prefix,
+        exact_suffix=chosen.exact_suffix,
         tokenizer_fingerprint=statistics.tokenizer_fingerprint,
         calibration={**statistics.calibration, "tokens": statistics.tokens},
-        scores={"r2": _scored(statistics, solution), "k_candidates": candidates},
         **manifest,
     )
-    return _with_weights(KVMapper(config), solution)
+    solve = solve_selected if chosen.selects else solve_published
+    solved = solve(statistics, chosen, config)
+    config.support, config.ridge_lambda, config.selection = (
+        solved.solution.support,
+        solved.ridge_lambda,
+        solved.selection,
+    )
+    if solved.anchor is not None:
+        config.anchor_start, config.anchor_layers = solved.anchor
+    read = [len(one.layers) for entry in config.supports() for one in (entry or {}).values()]
+    config.k = max(read, default=0)
+    config.scores = {"r2": _scored(statistics, solved.solution)}
+    if solved.k_candidates:
+        config.scores["k_candidates"] = solved.k_candidates
+    if solved.entry is not None:
+        config.entry = solved.entry.support.to_dict()
+        config.scores["r2"]["heldout"]["entry"] = solved.entry.r2
+    return _with_weights(KVMapper(config), solved)
 
 
-def _number(ridge_lambda: Any) -> float:
-    try:
-        return float(ridge_lambda)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"ridge_lambda is {ridge_lambda!r}, expected a finite number of at least 0.") from error
-
-
-def _check_preset(preset: str) -> None:
-    if preset not in PRESETS:
-        raise CalibrationError(f"There is no preset {preset!r}; the presets are {', '.join(map(repr, PRESETS))}.")
-
-
-def _check_k(k: int | str, layers: int) -> None:
-    if k not in ("all", "auto") and not (isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= layers):
+def _check_layers(chosen: Recipe, source: ModelGeometry, target: ModelGeometry) -> None:
+    k, anchor = chosen.k, chosen.anchor_layers
+    if k not in ("all", "auto") and not (
+        isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= source.num_layers
+    ):
         raise CalibrationError(
-            f'k is {k!r}, expected "auto", "all" or a whole number from 1 to {layers}, the number of source layers.'
+            f'k is {k!r}, expected "auto", "all" or a whole number from 1 to {source.num_layers}, the number of source '
+            "layers."
         )
-
-
-def _best_k(
-    statistics: CalibrationStatistics, scores: torch.Tensor, ridge_lambda: float
-) -> tuple[int, RidgeSolution, dict[str, float]]:
-    """The k with the highest held-out R², its solution, and the figure of every k that was tried."""
-    layers = scores.shape[1]
-    tried: dict[str, float] = {}
-    best: tuple[float, int, RidgeSolution] | None = None
-    for k in [*(k for k in K_CANDIDATES if k < layers), layers]:
-        solution = solve_ridge(statistics, select_layers(scores, k), ridge_lambda, dtype=torch.float32)
-        figures = r2(statistics, solution, "heldout")
-        tried[str(k)] = _mean([*figures["keys_per_layer"], *figures["values_per_layer"]])
-        if best is None or tried[str(k)] > best[0]:
-            best = (tried[str(k)], k, solution)
-    if best is None:
-        raise CalibrationError("The source has no layers to choose from; expected at least one.")
-    logger.info(f"k = {best[1]} has the highest held-out R² ({best[0]:.3f}) among {tried}")
-    return best[1], best[2], tried
+    if anchor is not None and not chosen.anchors(target.num_layers):
+        raise CalibrationError(
+            f"anchor_layers is {anchor} from layer {chosen.anchor_start} on, expected a whole number from 0 to "
+            f"{target.num_layers}, the number of target layers, and from 1 on above layer 0."
+        )
 
 
 def _scored(statistics: CalibrationStatistics, solution: RidgeSolution) -> dict[str, Any]:
@@ -209,22 +238,20 @@ def _scored(statistics: CalibrationStatistics, solution: RidgeSolution) -> dict[
             figures = r2(statistics, solution, split)
             scored[split] = {
                 **figures,
-                "keys_mean": _mean(figures["keys_per_layer"]),
-                "values_mean": _mean(figures["values_per_layer"]),
+                "keys_mean": mean(figures["keys_per_layer"]),
+                "values_mean": mean(figures["values_per_layer"]),
             }
     return scored
 
 
-def _mean(figures: list[float]) -> float:
-    return sum(figures) / len(figures)
-
-
 @torch.no_grad()
-def _with_weights(mapper: KVMapper, solution: RidgeSolution) -> KVMapper:
+def _with_weights(mapper: KVMapper, solved: Solved) -> KVMapper:
     mapper = mapper.float()  # whatever the default dtype is
+    solution, entry = solved.solution, solved.entry
+    if entry is not None and mapper.entry is not None:
+        mapper.entry.set_linear(entry.weight, entry.bias)
     for index, layer in enumerate(mapper.layers):
-        maps: Any = layer
-        for kind, part in (("keys", maps.keys), ("values", maps.values)):
-            part.weight.copy_(solution.weights(kind)[index])
-            part.bias.copy_(solution.biases(kind)[index])
+        for kind, part in layer.named_children():
+            form: Any = part
+            form.set_linear(solution.weights(kind)[index], solution.biases(kind)[index])
     return mapper.eval()

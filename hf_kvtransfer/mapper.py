@@ -1,8 +1,7 @@
 """`KVMapper`: converts the KV cache of one model into that of another."""
 
 import os
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +9,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .appending import all_or_nothing, check_positions_meet, extend_cache, length_of
+from .blocks import stream_from
 from .cache import TransferredCache
 from .config import KVMapperConfig
+from .conversion import convert_entries, target_side
 from .errors import ConversionError, PairMismatchError
+from .features import LayerSupport, stream_width
 from .geometry import ModelGeometry, tokenizer_fingerprint
-from .maps import MAPS
+from .maps import MAPS, LinearMap
 from .pairing import check_model, check_tokenizer, pair_manifest
 from .positions import Positions, resolve_positions
+from .reading import ContentReader
 from .rope import RotaryCodec
 from .saving import load_checked, save_atomically
 from .source import SourceCache, check_finite, read_source_cache
@@ -29,10 +32,16 @@ _REPOSITORY_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "pri
 class LayerMap(nn.Module):
     """The maps of one target layer: one for its keys, one for its values."""
 
-    def __init__(self, map_type: str, in_features: int, out_features: int) -> None:
+    def __init__(self, config: KVMapperConfig, index: int) -> None:
         super().__init__()
-        self.keys = MAPS[map_type](in_features, out_features)
-        self.values = MAPS[map_type](in_features, out_features)
+        source, target = config.geometry("source"), config.geometry("target")
+        supports, layer = config.supports()[index], target.layers[index]
+        for kind, support in (supports or {}).items():
+            width = support.width(source, layer, stream_width(target))
+            form = MAPS[config.map_type](
+                width, layer.kv_heads, layer.head_dim, support.groups(layer), **config.map_options
+            )
+            setattr(self, kind, form)
 
 
 class KVMapper(PreTrainedModel):
@@ -64,6 +73,7 @@ class KVMapper(PreTrainedModel):
     def __init__(self, config: KVMapperConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList()
+        self.entry: LinearMap | None = None
         if config.support:
             self._build_layers()
         self._codecs: dict[str, RotaryCodec] = {}
@@ -71,11 +81,14 @@ class KVMapper(PreTrainedModel):
 
     def _build_layers(self) -> None:
         self.config.check_maps()
-        source, target = self.config.geometry("source"), self.config.geometry("target")
-        self.layers = nn.ModuleList(
-            LayerMap(self.config.map_type, sum(source.layers[index].width for index in support), layer.width)
-            for support, layer in zip(self.config.support, target.layers, strict=True)
-        )
+        # Layers that the target runs itself have no maps, and an entry without parameters here.
+        self.layers = nn.ModuleList(LayerMap(self.config, index) for index in range(len(self.config.support)))
+        entry, target = self.config.entry_support(), self.config.geometry("target")
+        if entry is None:
+            self.entry = None
+        else:
+            width = entry.width(self.config.geometry("source"), target.layers[0], 0)
+            self.entry = LinearMap(width, 1, stream_width(target))
 
     def _init_weights(self, module: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None)
@@ -123,7 +136,8 @@ class KVMapper(PreTrainedModel):
         target: nn.Module,
         *,
         tokenizer: Any = None,
-        support: Sequence[Sequence[int]] | None = None,
+        support: Sequence[Any] | None = None,
+        **settings: Any,
     ) -> "KVMapper":
         """
         A mapper with the manifest of a pair and without a fit, to be filled by [`~KVMapper.set_as_identity`] or by you.
@@ -132,8 +146,10 @@ class KVMapper(PreTrainedModel):
             source (`PreTrainedModel`): the model whose caches will be converted.
             target (`PreTrainedModel`): the model that will use them.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer that both models share.
-            support (`list[list[int]]`, *optional*):
-                For every target layer the source layers that it reads; without it the mapper has no maps yet.
+            support (`list`, *optional*):
+                For every target layer what it reads, as in [`KVMapperConfig`]: source layers, or supports by kind.
+                Without it the mapper has no maps yet.
+            **settings: further fields of [`KVMapperConfig`], such as `map_type` and `anchor_layers`.
 
         Returns:
             [`KVMapper`]: with maps of zeros, in evaluation mode.
@@ -141,8 +157,9 @@ class KVMapper(PreTrainedModel):
         config = KVMapperConfig(
             source_geometry=ModelGeometry.from_model(source).to_dict(),
             target_geometry=ModelGeometry.from_model(target).to_dict(),
-            support=[list(layers) for layers in support] if support is not None else None,
+            support=list(support) if support is not None else None,
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer) if tokenizer is not None else None,
+            **settings,
             **pair_manifest(source, target),
         )
         return cls(config).eval()
@@ -166,7 +183,9 @@ class KVMapper(PreTrainedModel):
                 f"{'; '.join(source.differences(target))}. Fit a mapper instead."
             )
         self.config.support = [[index] for index in range(len(shapes))]
-        self.config.map_type, self.config.preset = "linear", "identity"
+        self.config.map_type, self.config.map_options, self.config.preset = "linear", {}, "identity"
+        self.config.anchor_layers, self.config.exact_prefix, self.config.exact_suffix = None, 0, 0
+        self.config.anchor_start, self.config.entry = 0, None
         like = next(self.parameters(), torch.empty(0))
         self._build_layers()
         for layer in self.layers:
@@ -192,6 +211,9 @@ class KVMapper(PreTrainedModel):
         target: nn.Module | None = None,
         tokenizer: Any = None,
         validate: bool = True,
+        input_ids: Tensor | None = None,
+        exact_prefix: int | None = None,
+        exact_suffix: int | None = None,
     ) -> Any:
         """
         Converts a source cache into a cache of the target model.
@@ -218,6 +240,14 @@ class KVMapper(PreTrainedModel):
             tokenizer (`PreTrainedTokenizerBase`, *optional*): if given, checked against the mapper's manifest.
             validate (`bool`, *optional*, defaults to `True`):
                 Whether to look for NaN and infinities in the source cache, which costs one pass over it.
+            input_ids (`torch.Tensor` of shape `[batch, ≥ tokens]`, *optional*):
+                The token ids of the context. Together with `target` needed where the target reads a part of it itself:
+                by a mapper with `anchor_layers`, and for the two arguments below.
+            exact_prefix (`int`, *optional*):
+                How many of the first tokens of each row the target reads itself; they are exact, by causality. By
+                default as the mapper was made for, mostly 0.
+            exact_suffix (`int`, *optional*):
+                How many of the last tokens the target reads itself, on top of the converted ones. Likewise.
 
         Returns:
             [`TransferredCache`]: holding `tokens − hold_back` tokens; or `into` itself.
@@ -240,6 +270,7 @@ class KVMapper(PreTrainedModel):
             )
         self._ask_for_multimodal_positions(position_ids)
         read = read_source_cache(source_cache, self.config.geometry("source"))
+        side = target_side(self, read, target, input_ids, exact_prefix, exact_suffix)
         positions = resolve_positions(read, self.codec("source"), attention_mask, position_ids, target_position_ids)
         if validate:
             check_finite(read, positions.mask)
@@ -254,54 +285,79 @@ class KVMapper(PreTrainedModel):
         # even be copied.
         with torch.set_grad_enabled(self.training and torch.is_grad_enabled()), all_or_nothing(result):
             if stop > start:
-                missing = read.narrow(start, stop - start), positions.narrow(start, stop - start)
-                self._convert_range(*missing, result, validate)
+                entries = convert_entries(self, read, positions, start, stop, result, side, validate)
+                for index, (keys, values) in enumerate(entries):
+                    extend_cache(result, index, keys, values)
         if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):
             result.record_positions(positions.target[:, :stop], positions.mask)
         return result
 
-    def _convert_range(
-        self, source: SourceCache, positions: Positions, result: DynamicCache, validate: bool = True
-    ) -> None:
-        geometry, codec = self.config.geometry("target"), self.codec("target")
-        # Once per device: either model may be spread over several.
-        source_tables = cache(partial(self.codec("source").tables, positions.source))
-        target_tables = cache(partial(codec.tables, positions.target))
-        # Each source layer's content keys are computed once and shared by all target layers that read it.
-        content: dict[int, tuple[Tensor, Tensor]] = {}
-        remaining = _last_use(self.config.support)
-        for index, (layer, support) in enumerate(zip(geometry.layers, self.config.support, strict=True)):
+    def contents(
+        self,
+        source: SourceCache,
+        positions: Positions,
+        hidden: Tensor | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """
+        RoPE-free keys, and values, of the target layers that have maps. Gradients flow through them into the maps
+        where they are enabled.
+
+        Args:
+            source ([`SourceCache`]): of the whole context.
+            positions ([`Positions`]): of the whole context.
+            hidden (`torch.Tensor` of shape `[batch, stop − start, hidden_size + 1]`, *optional*):
+                The anchor's output as features ([`~hf_kvtransfer.blocks.stream_features`]); needed where maps read it.
+            start (`int`, *optional*, defaults to 0): the first wanted token.
+            stop (`int`, *optional*): the token after the last one; all by default.
+
+        Yields:
+            `tuple[int, torch.Tensor, torch.Tensor]`: a target layer and its keys and values, each `[batch, kv_heads,
+            stop − start, head_dim]`, in the maps' dtype and on their device.
+        """
+        stop = source.num_tokens if stop is None else stop
+        supports, geometry = self.config.supports(), self.config.geometry("target")
+        reader = ContentReader(self.codec("source"), source, positions, supports, start, stop)
+        for index, (layer, support) in enumerate(zip(geometry.layers, supports, strict=True)):
+            if support is None:
+                continue
             maps: Any = self.layers[index]
-            weight = maps.keys.weight
-            for source_layer in support:
-                if source_layer not in content:
-                    keys = source.keys[source_layer]
-                    keys = self.codec("source").remove(keys, source_tables(keys.device), source_layer)
-                    content[source_layer] = (_flat(keys), _flat(source.values[source_layer]))
-            key_features, value_features = (
-                torch.cat([content[i][part].to(weight.device, weight.dtype) for i in support], dim=-1)
-                for part in (0, 1)
+            shape = (source.batch_size, stop - start, layer.kv_heads, layer.head_dim)
+            content = []
+            for kind, part in (("keys", maps.keys), ("values", maps.values)):
+                like = part.weight_like
+                features = reader.features(support, kind, layer, hidden, like.device, like.dtype)
+                content.append(part(features).view(shape).transpose(1, 2))
+            yield index, content[0], content[1]
+            reader.forget(index)
+
+    def predicted_stream(self, source: SourceCache, positions: Positions, start: int, stop: int) -> Tensor:
+        """
+        The residual stream that enters the anchor, where it is predicted from the source cache.
+
+        Args:
+            source ([`SourceCache`]): of the whole context.
+            positions ([`Positions`]): of the whole context.
+            start (`int`): the first wanted token.
+            stop (`int`): the token after the last one.
+
+        Returns:
+            `torch.Tensor` of shape `[batch, stop − start, hidden_size]`, in float32.
+
+        Raises:
+            [`ConversionError`]: if this mapper predicts none.
+        """
+        support, form = self.config.entry_support(), self.entry
+        if support is None or form is None:
+            raise ConversionError(
+                "This mapper predicts no residual stream; expected one with `anchor_start` above 0. Use `convert`."
             )
-            shape = (*key_features.shape[:2], layer.kv_heads, layer.head_dim)
-            keys = maps.keys(key_features).view(shape).transpose(1, 2)
-            values = maps.values(value_features).view(shape).transpose(1, 2)
-            keys = codec.apply(keys, target_tables(keys.device), index)
-            if positions.mask is not None:
-                # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
-                real = positions.mask.to(keys.device)[:, None, :, None] != 0
-                keys, values = keys.where(real, 0), values.where(real, 0)
-            dtype = source.keys[0].dtype
-            keys, values = keys.to(dtype), values.to(dtype)
-            if validate and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-                raise ConversionError(
-                    f"Target layer {index} comes out with NaN or infinite numbers ({dtype}, mapper in {weight.dtype}) "
-                    "from a finite source cache; expected finite ones. If one of the two is float16, use bfloat16 or "
-                    "float32, which don't overflow; otherwise the mapper's weights are damaged: load them again."
-                )
-            extend_cache(result, index, keys, values)
-            for source_layer in support:
-                if remaining[source_layer] == index:
-                    del content[source_layer]
+        supports: LayerSupport = {"keys": support}
+        reader = ContentReader(self.codec("source"), source, positions, [supports], start, stop)
+        like, layer = form.weight_like, self.config.geometry("target").layers[0]
+        features = reader.features(supports, "keys", layer, None, like.device, like.dtype)
+        return stream_from(form(features).view(source.batch_size, stop - start, -1))
 
     def _ask_for_multimodal_positions(self, position_ids: Tensor | None) -> None:
         sides = [side for side in ("source", "target") if self.config.geometry(side).multimodal_positions]
@@ -389,13 +445,3 @@ class KVMapper(PreTrainedModel):
             [`PairMismatchError`]: if the configuration contradicts itself.
         """
         return load_checked(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
-
-
-def _flat(states: Tensor) -> Tensor:
-    """`[batch, heads, tokens, head_dim]` to `[batch, tokens, heads · head_dim]`."""
-    return states.transpose(1, 2).flatten(2)
-
-
-def _last_use(support: Sequence[Sequence[int]]) -> dict[int, int]:
-    """For each source layer the last target layer that reads it."""
-    return {source: index for index, layers in enumerate(support) for source in layers}

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_kvtransfer.calibration import CalibrationStatistics, capture, collect, pack
+from hf_kvtransfer.calibration import CalibrationStatistics, capture, capture_content, collect, pack
 from hf_kvtransfer.errors import CalibrationError, MapperFileError
 from hf_kvtransfer.geometry import decoder_of, tokenizer_fingerprint
 from hf_kvtransfer.rope import RotaryCodec
@@ -172,16 +172,16 @@ def assert_same(a, b, rtol=1e-9):
 
 
 def interrupt_after(monkeypatch, calls):
-    """Let the user press Ctrl-C in the given call of `capture`."""
+    """Let the user press Ctrl-C in the given call of `capture_content`."""
     remaining = [calls]
 
     def interrupted(*arguments, **options):
         if remaining[0] == 0:
             raise KeyboardInterrupt
         remaining[0] -= 1
-        return capture(*arguments, **options)
+        return capture_content(*arguments, **options)
 
-    monkeypatch.setattr(collect_module, "capture", interrupted)
+    monkeypatch.setattr(collect_module, "capture_content", interrupted)
 
 
 class TestCollect:

@@ -298,7 +298,7 @@ class TestFiles:
         [
             (lambda body: body["target"]["layers"].pop(), r"expected torch.float64 \[16\] from the geometry"),
             (lambda body: body.update(dtype="float32"), "expected torch.float32"),
-            (lambda body: body.update(format=2), "format 2"),
+            (lambda body: body.update(format=1), "format 1"),
             (lambda body: body.pop("counts"), "doesn't describe"),
         ],
     )

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.errors import CalibrationError, KVTransferError, MapperFileError, PairMismatchError
+from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.training import (
     CachedFeatures,
     KVMapperTrainer,
@@ -173,7 +174,10 @@ class TestTrainerLaws:
         for folder in (tmp_path / "checkpoint-4", tmp_path / "final"):
             with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
                 assert set(file.keys()) == set(mapper.state_dict())
-            assert_same(KVMapper.from_pretrained(folder), mapper)
+            saved = KVMapper.from_pretrained(folder)
+            assert_same(saved, mapper)
+            assert saved.config.calibration["training"]["steps"] == 4
+            assert saved.config.calibration["sequences"] == fitted.config.calibration["sequences"]
 
     def test_the_best_checkpoint_comes_back(self, fitted, pair, plain_features, tmp_path):
         args = arguments(
@@ -198,6 +202,13 @@ class TestTrainerLaws:
         assert_changed(mapper, whole)
         assert_same(mapper, whole, 1e-2)
         assert all(torch.isfinite(parameter).all() for parameter in mapper.parameters())
+
+    def test_features_stored_in_half_precision(self, fitted, pair, rows, family_tokenizer, tmp_path):
+        half = CachedFeatures.capture(tmp_path / "half", *pair, family_tokenizer, rows, queries=6, dtype=torch.bfloat16)
+        mapper, _ = train(fitted, arguments(tmp_path / "run", **ALL), pair, train_dataset=half)
+        whole, _ = train(fitted, arguments(tmp_path / "run", **ALL), pair, train_dataset=rows)
+        assert_changed(mapper, residual(fitted))
+        assert_same(mapper, whole, 1e-2)
 
     def test_losses_are_logged_and_evaluated_by_name(self, fitted, pair, rows, tmp_path):
         args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, **ALL)
@@ -278,28 +289,49 @@ class TestOverfit:
 
 
 class TestAnchored:
-    def anchored(self, pair, family_tokenizer):
-        mapper = KVMapper.for_pair(*pair, tokenizer=family_tokenizer)
-        config = copy.deepcopy(mapper.config)
-        entry = {"layers": [2, 3], "anchor": True}
-        config.anchor_layers = 1
-        config.support = [None, None, *({"keys": entry, "values": entry} for _ in range(4))]
-        return KVMapper(config)
+    def anchored(self, pair, family_tokenizer, start=0):
+        """The target runs one of its own layers, and the maps of later ones read its output."""
+        plain, anchored = {"layers": [0, 1]}, {"layers": [2, 3], "anchor": True}
+        supports = [None if start <= index <= start + 1 else plain if index < start else anchored for index in range(6)]
+        config = copy.deepcopy(KVMapper.for_pair(*pair, tokenizer=family_tokenizer).config)
+        config.anchor_layers, config.anchor_start = 1, start
+        config.entry = Support((1, 2)).to_dict() if start else None
+        config.support = [entry and {kind: Support.from_dict(entry).to_dict() for kind in KINDS} for entry in supports]
+        mapper = KVMapper(config)
+        if start:
+            torch.nn.init.normal_(mapper.entry.weight, std=0.02)
+        return mapper
 
-    def test_trains_with_its_own_target(self, pair, rows, features, family_tokenizer, tmp_path):
+    @pytest.mark.parametrize("start", [0, 2])
+    def test_trains_with_its_own_target(self, pair, rows, features, plain_features, family_tokenizer, tmp_path, start):
+        args = arguments(tmp_path, learning_rate=1e-2, max_steps=6, save_strategy="steps", save_steps=6, **ALL)
+        running, trainer = train(
+            None, args, pair, mapper=self.anchored(pair, family_tokenizer, start), train_dataset=rows
+        )
+        trained = [name for name, parameter in running.named_parameters() if parameter.requires_grad]
+        assert all(running.get_parameter(name).any() for name in trained)
+        assert len(trained) == 4 * 4  # weights and biases of keys and values of four layers
+        dataset = plain_features if start else features
+        torch.manual_seed(0)
+        cached = self.anchored(pair, family_tokenizer, start)
+        if start:
+            cached.entry.load_state_dict(running.entry.state_dict())
+        train(None, args, (None, pair[1]), mapper=cached, train_dataset=dataset)
+        assert_same(running, cached, 1e-3)
+        assert_same(KVMapper.from_pretrained(tmp_path / "checkpoint-6"), cached)
+
+    def test_needs_its_anchor(self, pair, features, plain_features, family_tokenizer, tmp_path):
         mapper = self.anchored(pair, family_tokenizer)
-        settings = {"learning_rate": 1e-2, "max_steps": 6, **ALL}
-        train(None, arguments(tmp_path, **settings), pair, mapper=mapper, train_dataset=rows)
-        assert all(parameter.any() for parameter in mapper.parameters())
-        cached = self.anchored(pair, family_tokenizer)
-        train(None, arguments(tmp_path, **settings), pair, mapper=cached, train_dataset=features)
-        assert_same(mapper, cached, 1e-3)
-
-    def test_features_without_its_anchor_are_refused(self, pair, plain_features, family_tokenizer, tmp_path):
-        with pytest.raises(PairMismatchError, match="read without the anchor of 1 layers"):
-            plain_features.check(self.anchored(pair, family_tokenizer))
+        batch = {name: value[None] for name, value in plain_features[0].items()}
+        with pytest.raises(CalibrationError, match="The batch lacks hidden"):
+            KVTransferModule(mapper)(**batch)
+        with pytest.raises(CalibrationError, match="anchors that weren't captured need the target"):
+            KVMapperTrainer(mapper, arguments(tmp_path), train_dataset=plain_features)
+        KVMapperTrainer(mapper, arguments(tmp_path), train_dataset=features)
+        with pytest.raises(PairMismatchError, match="an anchor of 1 layers, which is not the mapper's"):
+            features.check(self.anchored(pair, family_tokenizer, start=2))
         with pytest.raises(CalibrationError, match="expected 2 among them"):
-            CachedFeatures(plain_features.folder, anchor_layers=2)
+            CachedFeatures(features.folder, anchor_layers=2)
 
 
 class TestRefusals:

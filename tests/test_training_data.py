@@ -123,6 +123,12 @@ class TestCachedFeatures:
         with pytest.raises(CalibrationError, match="differ in source, "):
             CachedFeatures.capture(captured.folder, *reversed(pair), family_tokenizer, rows, **settings)
 
+    def test_a_folder_in_use_is_left_alone(self, pair, rows, family_tokenizer, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(CalibrationError, match="holds other files than captured features"):
+            CachedFeatures.capture(tmp_path, *pair, family_tokenizer, rows)
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
     def test_half_precision_takes_half_the_room(self, pair, rows, family_tokenizer, tmp_path):
         half = CachedFeatures.capture(tmp_path / "half", *pair, family_tokenizer, rows, dtype=torch.bfloat16)
         assert half[0]["target_values"].dtype == torch.bfloat16

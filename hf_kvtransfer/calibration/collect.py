@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -24,8 +24,11 @@ from ..errors import CalibrationError
 from ..geometry import ModelGeometry, tokenizer_fingerprint
 from ..pairing import weight_sample
 from ..rope import RotaryCodec
-from .capture import capture, embedding_weight
-from .statistics import KINDS, SPLITS, CalibrationStatistics, total_width
+from .capture import Content, capture_content, embedding_weight
+from .layout import FeatureLayout
+from .rows import AttentionRows
+from .sample import take_sample
+from .statistics import SPLITS, CalibrationStatistics
 from .storage import STATISTICS_NAME
 from .texts import check_whole, describe_source, iter_texts, pack
 
@@ -35,7 +38,16 @@ if TYPE_CHECKING:
 
 
 # What must agree for a collection to go on where it stopped; the batch size and the number of sequences may change.
-_SETTINGS = ("dataset", "sequence_length", "token_stride", "heldout_fraction", "source_dtype", "target_dtype")
+_SETTINGS = (
+    "dataset",
+    "sequence_length",
+    "token_stride",
+    "heldout_fraction",
+    "attention_rows",
+    "sample_tokens",
+    "source_dtype",
+    "target_dtype",
+)
 
 
 def collect(
@@ -54,6 +66,9 @@ def collect(
     fingerprints: tuple[str, str] | None = None,
     dataset: str | None = None,
     manifest: dict[str, Any] | None = None,
+    layout: FeatureLayout | None = None,
+    attention_rows: bool = False,
+    sample_tokens: int = 0,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 16,
     resume: bool = True,
@@ -85,6 +100,12 @@ def collect(
         manifest (`dict`, *optional*):
             What tells the two checkpoints from others; kept with the statistics, and compared when resuming. By
             default a sample of their weights.
+        layout ([`FeatureLayout`], *optional*): What is summed beyond the plain features; nothing by default.
+        attention_rows (`bool`, *optional*, defaults to `False`):
+            Also sum rows weighted by the target's attention (arXiv 2609.00891), for every KV head by itself.
+        sample_tokens (`int`, *optional*, defaults to 0):
+            Keep about so many tokens of held-out sequences with the target's queries, to score maps by what attention
+            reads of them. They are taken from the first held-out sequences.
         checkpoint_dir (`str` or `os.PathLike`, *optional*):
             Folder to save to, from time to time and at the end, and to resume from. An interruption, at whatever
             moment, costs the batches since the last save and nothing else.
@@ -134,6 +155,8 @@ def collect(
             "sequence_length": sequence_length,
             "token_stride": token_stride,
             "heldout_fraction": heldout_fraction,
+            "attention_rows": attention_rows,
+            "sample_tokens": sample_tokens,
             "source_dtype": _dtype_name(source),
             "target_dtype": _dtype_name(target),
             "versions": {
@@ -145,7 +168,8 @@ def collect(
         # As it will read when it comes back from a file.
         manifest=json.loads(json.dumps(manifest)),
         dtype=dtype,
-        device=torch.device(device) if device is not None else _roomy_device(*geometries, dtype, source),
+        device=torch.device(device) if device is not None else _roomy_device(*geometries, dtype, source, layout),
+        layout=layout or FeatureLayout(),
     )
     rows = pack(iter_texts(texts), tokenizer, sequence_length, num_sequences)
     folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
@@ -163,6 +187,7 @@ def collect(
             f"The tokenizer knows {known} tokens, the models have {limit} embeddings; expected the tokenizer that both "
             "were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
         )
+    reading = _Reading(source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens)
     unsaved = 0
     with tqdm(
         total=num_sequences,
@@ -175,16 +200,7 @@ def collect(
             for row in batch:
                 _check_vocabulary(row, limit)
                 digest.update(array("q", row).tobytes())
-            ids = torch.tensor(batch)
-            _add(
-                statistics,
-                [
-                    *capture(source, codecs[0], ids, stride=token_stride),
-                    *capture(target, codecs[1], ids, stride=token_stride),
-                ],
-                len(batch),
-                heldout_fraction,
-            )
+            reading.add(statistics, torch.tensor(batch))
             statistics.calibration["sequences"] += len(batch)
             statistics.calibration["rows_sha256"] = digest.hexdigest()
             bar.update(len(batch))
@@ -208,6 +224,7 @@ class _Collection:
     manifest: dict[str, Any]
     dtype: torch.dtype
     device: torch.device
+    layout: FeatureLayout
 
     def start(self) -> CalibrationStatistics:
         return CalibrationStatistics(**vars(self))
@@ -221,6 +238,8 @@ class _Collection:
             differences.append("the tokenizer")
         if found.dtype != self.dtype:
             differences.append(f"dtype is {self.dtype}, was {found.dtype}")
+        if found.layout != self.layout:
+            differences.append(f"features are {self.layout}, were {found.layout}")
         for name in _SETTINGS:
             given, stored = self.calibration[name], found.calibration.get(name)
             if given != stored:
@@ -259,19 +278,47 @@ def _skip_rows(rows: Iterator[list[int]], calibration: dict[str, Any], num_seque
     return digest
 
 
-def _add(
-    statistics: CalibrationStatistics, contents: Sequence[torch.Tensor], rows: int, heldout_fraction: float
-) -> None:
-    """Add a batch: the source's keys and values and the target's, each of shape `[rows · kept tokens, width]`."""
-    first = statistics.calibration["sequences"]
-    heldout = [row for row in range(rows) if _is_heldout(first + row, heldout_fraction)]
-    fit = [row for row in range(rows) if row not in heldout]
-    for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
-        if len(chosen) == rows:
-            statistics.update(split, *contents)
-        elif chosen:
-            parts = (content.view(rows, -1, content.shape[1])[chosen].flatten(0, 1) for content in contents)
-            statistics.update(split, *parts)
+@dataclass
+class _Reading:
+    """What is done with each batch."""
+
+    source: nn.Module
+    target: nn.Module
+    codecs: tuple[RotaryCodec, RotaryCodec]
+    stride: int
+    heldout_fraction: float
+    attention_rows: bool
+    sample_tokens: int
+
+    def add(self, statistics: CalibrationStatistics, ids: torch.Tensor) -> None:
+        """Adds a batch of shape `[rows, tokens]`, each row to its split."""
+        layout, rows = statistics.layout, ids.shape[0]
+        first = statistics.calibration["sequences"]
+        heldout = [row for row in range(rows) if _is_heldout(first + row, self.heldout_fraction)]
+        fit = [row for row in range(rows) if row not in heldout]
+        weights = None
+        read = capture_content(self.source, self.codecs[0], ids, stride=self.stride, window=layout.window)
+        if self.attention_rows and fit:
+            weights = AttentionRows(self.target, ids.shape[1], self.stride)
+            with weights.recording() as on_layer:
+                predicted = self._capture_target(ids, layout, on_layer)
+        else:
+            predicted = self._capture_target(ids, layout)
+        for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
+            if chosen:
+                parts = (read, predicted) if len(chosen) == rows else (c.rows(chosen, rows) for c in (read, predicted))
+                statistics.update_content(split, *parts)
+        if weights is not None:
+            weights.add_to(statistics, read.rows(fit, rows), predicted.rows(fit, rows), fit)
+        held = statistics.sample.sequences if statistics.sample is not None else 0
+        missing = heldout[: max(math.ceil(self.sample_tokens / ids.shape[1]) - held, 0)]
+        if missing:
+            taken = take_sample(self.source, self.target, self.codecs, ids[missing], layout)
+            statistics.sample = taken if statistics.sample is None else statistics.sample.extended(taken)
+
+    def _capture_target(self, ids: torch.Tensor, layout: FeatureLayout, on_layer: Any = None) -> Content:
+        codec, depths = self.codecs[1], layout.anchors
+        return capture_content(self.target, codec, ids, stride=self.stride, hidden_at=depths, on_layer=on_layer)
 
 
 def _is_heldout(index: int, fraction: float) -> bool:
@@ -309,11 +356,14 @@ def _dtype_name(model: nn.Module) -> str:
     return str(next(dtypes, None)).removeprefix("torch.")
 
 
-def _roomy_device(source: ModelGeometry, target: ModelGeometry, dtype: torch.dtype, model: nn.Module) -> torch.device:
+def _roomy_device(
+    source: ModelGeometry, target: ModelGeometry, dtype: torch.dtype, model: nn.Module, layout: FeatureLayout | None
+) -> torch.device:
     """The model's own device if the sums fit there with as much again to spare for activations, else the CPU."""
     device = embedding_weight(model).device
     if device.type != "cuda":
         return torch.device("cpu")
-    width = total_width(source)
-    needed = len(SPLITS) * len(KINDS) * width * (width + total_width(target)) * dtype.itemsize
+    layout = layout or FeatureLayout()
+    width, outputs = layout.source_width(source, target), layout.target_width(target)
+    needed = len(SPLITS) * len(layout.names) * width * (width + outputs) * dtype.itemsize
     return device if 2 * needed < torch.cuda.mem_get_info(device)[0] else torch.device("cpu")

@@ -1,133 +1,99 @@
-"""The published closed form, solved from statistics alone (Heo et al., arXiv 2608.03893)."""
+"""Ridge regression in closed form, solved from statistics alone (arXiv 2608.03893; weighted rows: arXiv 2609.00891)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..errors import CalibrationError, SingularSystemError
-from .moments import Moments
-from .statistics import KINDS, CalibrationStatistics, layer_slices
+from ..features import KINDS, LayerSupport, Support, as_json, as_supports
+from .statistics import CalibrationStatistics
 
 
 @dataclass
 class RidgeSolution:
     """
-    Affine maps from the concatenated KV heads of a layer's support to all KV heads of that target layer.
+    Affine maps from the features of each target layer's supports to its KV heads, `ŷ = weight @ x + bias`.
 
     Attributes:
-        support (`list[list[int]]`): Source layers read by each target layer, in the order of the features.
-        ridge_lambda (`float`): The λ they were solved with.
+        support (`list`):
+            What each target layer reads, in the short form of [`~hf_kvtransfer.KVMapperConfig`]; `None` for layers
+            without maps.
+        ridge_lambda (`float` or `dict`): The λ they were solved with, or the λ of each (target layer, kind).
         weight_keys (`list[torch.Tensor]`):
-            Per target layer `[target width, features]`, the layout of `nn.Linear`: `ŷ = weight @ x + bias` for
-            RoPE-free keys. `features` is the summed width of the support's layers.
+            Per target layer `[target width, features]` for RoPE-free keys, the layout of `nn.Linear`, or
+            `[kv_heads, head_dim, features]` if each head reads its own; `None` for layers without maps.
         bias_keys (`list[torch.Tensor]`): Per target layer `[target width]`.
         weight_values (`list[torch.Tensor]`): As `weight_keys`, for values.
         bias_values (`list[torch.Tensor]`): As `bias_keys`, for values.
+        anchor_depth (`int`, *optional*): At which depth of the target lies the stream that supports read.
+        row_weights (`dict`): Per (target layer, kind) the shrinkage α of its rows' weights, per KV head.
     """
 
-    support: list[list[int]]
-    ridge_lambda: float
-    weight_keys: list[torch.Tensor]
-    bias_keys: list[torch.Tensor]
-    weight_values: list[torch.Tensor]
-    bias_values: list[torch.Tensor]
+    support: list[Any]
+    ridge_lambda: float | dict[tuple[int, str], float]
+    weight_keys: list[Any]
+    bias_keys: list[Any]
+    weight_values: list[Any]
+    bias_values: list[Any]
+    anchor_depth: int | None = None
+    row_weights: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
-    def weights(self, kind: str) -> list[torch.Tensor]:
+    def weights(self, kind: str) -> list[Any]:
         """`weight_keys` or `weight_values`."""
         return self.weight_keys if kind == "keys" else self.weight_values
 
-    def biases(self, kind: str) -> list[torch.Tensor]:
+    def biases(self, kind: str) -> list[Any]:
         """`bias_keys` or `bias_values`."""
         return self.bias_keys if kind == "keys" else self.bias_values
 
 
-def layer_scores(statistics: CalibrationStatistics, split: str = "fit") -> torch.Tensor:
-    """
-    How well each source layer alone predicts each target layer (arXiv 2608.03893, layer selection).
+@dataclass(frozen=True)
+class _Part:
+    """One group of one map: where its features and its outputs lie, and its λ."""
 
-    For every (source layer, target layer, KV head) an OLS probe reads all KV heads of that one source layer. Its R² is
-    pooled over the head's dimensions, `1 − Σ SSE / Σ SST`, and averaged over heads and over keys and values. A dead
-    feature makes the probe's Gram matrix singular; the probe is then the one of least norm, from the eigenvectors
-    whose eigenvalues stand out of the rounding error.
-
-    Args:
-        statistics (`CalibrationStatistics`): The probes are always fitted on their `"fit"` split.
-        split (`str`, *optional*, defaults to `"fit"`):
-            Where the probes are scored. `"fit"` is the published score; `"heldout"` is the honest one.
-
-    Returns:
-        `torch.Tensor` of shape `[target_layers, source_layers]`, float64 on the CPU.
-
-    Raises:
-        CalibrationError: If a split holds no tokens.
-    """
-    sources, targets = layer_slices(statistics.source), layer_slices(statistics.target)
-    scores = torch.zeros(len(targets), len(sources), dtype=torch.float64)
-    for kind in KINDS:
-        fit, scored = statistics.moments("fit", kind), statistics.moments(split, kind)
-        for s, columns in enumerate(tqdm(sources, desc=f"Scoring source layers ({kind})", disable=None)):
-            weight = _ols(fit.sxx[columns, columns], fit.sxy[columns])
-            # A probe's bias makes it exact at the mean it was fitted on; only elsewhere does a shift remain.
-            shift = scored.mean_y - fit.mean_y - (scored.mean_x - fit.mean_x)[columns] @ weight
-            gram, cross = scored.sxx[columns, columns].double(), scored.sxy[columns].double()
-            sse = _sse(scored, slice(None), gram, cross, weight, shift).cpu()
-            sst = scored.syy.cpu()
-            for t, (rows, layer) in enumerate(zip(targets, statistics.target.layers, strict=True)):
-                heads = _pooled_r2(sse[rows].view(layer.kv_heads, -1), sst[rows].view(layer.kv_heads, -1))
-                scores[t, s] += heads.mean() / len(KINDS)
-    return scores
-
-
-def select_layers(scores: torch.Tensor, k: int | Literal["all"]) -> list[list[int]]:
-    """
-    The k best source layers of every target layer; keys, values and all heads share them.
-
-    Args:
-        scores (`torch.Tensor` of shape `[target_layers, source_layers]`): From [`layer_scores`].
-        k (`int` or `"all"`): How many. Of layers that score alike the lower one is taken.
-
-    Returns:
-        `list[list[int]]`: Per target layer the chosen source layers, ascending.
-
-    Raises:
-        CalibrationError: If `k` isn't a number of layers the source has, or a score isn't a number.
-    """
-    available = scores.shape[1]
-    count = available if k == "all" else k
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= available:
-        raise CalibrationError(
-            f'k is {k!r}, expected "all" or a whole number from 1 to {available}, the number of source layers.'
-        )
-    if not bool(torch.isfinite(scores).all()):
-        raise CalibrationError("Some layer scores aren't finite: the statistics are damaged, collect them again.")
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-    return [sorted(row) for row in order.tolist()]
+    layer: int
+    group: int
+    features: tuple[tuple[int, int], ...]
+    outputs: slice
+    ridge_lambda: float
 
 
 def solve_ridge(
     statistics: CalibrationStatistics,
-    support: Sequence[Sequence[int]],
-    ridge_lambda: float = 0.01,
+    support: Sequence[Any],
+    ridge_lambda: float | dict[tuple[int, str], float] = 0.01,
     dtype: torch.dtype = torch.float64,
+    *,
+    anchor_depth: int | None = None,
+    weighted: bool = False,
+    kinds: Sequence[str] = KINDS,
+    progress: bool = True,
 ) -> RidgeSolution:
     """
     Solve `W = (XᵀX + λI)⁻¹ XᵀY`, `b = ȳ − x̄W` with X and Y centred (arXiv 2608.03893, full-head mapping).
 
     λ is added to the unnormalised Gram matrix, a sum over tokens. One Cholesky factorisation in float64 serves all
-    heads of all target layers that have the same support.
+    heads of all target layers that read the same features.
 
     Args:
         statistics (`CalibrationStatistics`): Their `"fit"` split is used.
-        support (`Sequence[Sequence[int]]`): For each target layer the source layers it reads.
-        ridge_lambda (`float`, *optional*, defaults to 0.01): λ.
+        support (`Sequence`):
+            For each target layer what it reads: source layers, a [`Support`], one by kind, or `None` for no maps.
+        ridge_lambda (`float` or `dict`, *optional*, defaults to 0.01): λ, or one for each (target layer, kind).
         dtype (`torch.dtype`, *optional*, defaults to `torch.float64`):
             What weights and biases are rounded to. The bias makes up for the rounding of the weights at the mean.
+        anchor_depth (`int`, *optional*): At which depth of the target lies the stream that supports read.
+        weighted (`bool`, *optional*, defaults to `False`):
+            Weigh rows by attention (arXiv 2609.00891, attention-weighted rows), which needs head-local supports and
+            statistics with weighted sums.
+        kinds (`Sequence[str]`, *optional*): Solve for keys or values alone; the lists of the other stay empty.
+        progress (`bool`, *optional*, defaults to `True`): Show a progress bar, if standard error is a terminal.
 
     Returns:
         `RidgeSolution`
@@ -136,38 +102,133 @@ def solve_ridge(
         CalibrationError: If the support or λ is impossible, or the split holds no tokens.
         SingularSystemError: If a system isn't positive definite in float64.
     """
-    if not ridge_lambda >= 0 or not math.isfinite(ridge_lambda):
-        raise CalibrationError(f"ridge_lambda is {ridge_lambda}, expected a finite number of at least 0.")
-    groups = _by_support(statistics, support)
-    targets = layer_slices(statistics.target)
-    maps: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    with tqdm(total=len(targets) * len(KINDS), desc="Solving ridge", disable=None) as progress:
-        for kind in KINDS:
-            moments = statistics.moments("fit", kind)
-            solved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-            for layers, members in groups.items():
-                features = _columns(statistics, layers)
-                gram = _block(moments.sxx, features, features)
-                where = f"the {kind} of target layer {', '.join(map(str, members))}"
-                factor = _cholesky(gram, ridge_lambda, where, moments.count)
-                del gram
-                for t in members:
-                    weight = torch.cholesky_solve(_block(moments.sxy, features, [targets[t]]), factor).T
-                    if not bool(torch.isfinite(weight).all()):
-                        raise _singular(f"the {kind} of target layer {t}", len(factor), moments.count, ridge_lambda)
-                    weight = weight.to(dtype).contiguous()
-                    mean_x = torch.cat([moments.mean_x[part] for part in features])
-                    solved[t] = weight, (moments.mean_y[targets[t]] - weight.double() @ mean_x).to(dtype)
-                    progress.update()
-            maps[kind] = [solved[t] for t in range(len(targets))]
-    return RidgeSolution(
-        support=[list(layers) for layers in support],
-        ridge_lambda=ridge_lambda,
-        weight_keys=[weight for weight, _ in maps["keys"]],
-        bias_keys=[bias for _, bias in maps["keys"]],
-        weight_values=[weight for weight, _ in maps["values"]],
-        bias_values=[bias for _, bias in maps["values"]],
+    supports = _checked_supports(statistics, support)
+    solution = RidgeSolution(
+        [as_json(entry) if entry is not None else None for entry in supports],
+        ridge_lambda,
+        *([], [], [], []),
+        anchor_depth,
     )
+    with tqdm(
+        total=len(supports) * len(kinds), desc="Solving ridge", disable=None if progress else True, leave=False
+    ) as bar:
+        for kind in kinds:
+            parts = _parts(statistics, supports, kind, ridge_lambda, anchor_depth)
+            solve = _solve_weighted if weighted else _solve_plain
+            solved = solve(statistics, parts, kind, dtype, solution, bar.update)
+            for t in range(len(supports)):
+                groups = [solved[t, group] for group in range(sum(part.layer == t for part in parts))]
+                weights, biases = [weight for weight, _ in groups], [bias for _, bias in groups]
+                entry = supports[t]
+                whole = entry is not None and entry[kind].heads == "full"
+                solution.weights(kind).append(
+                    None if not groups else weights[0] if whole else torch.stack(weights).contiguous()
+                )
+                solution.biases(kind).append(torch.cat(biases) if groups else None)
+    return solution
+
+
+def _solve_plain(
+    statistics: CalibrationStatistics,
+    parts: Sequence[_Part],
+    kind: str,
+    dtype: torch.dtype,
+    solution: RidgeSolution,
+    done: Callable[[float], Any],
+) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    moments = statistics.moments("fit", kind)
+    solved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    # What reads the same features is solved together, so that each Gram matrix is gathered and factored once.
+    together: dict[Any, list[_Part]] = {}
+    for part in parts:
+        together.setdefault((part.features, part.ridge_lambda), []).append(part)
+    for (features, ridge_lambda), members in together.items():
+        columns = [slice(*bounds) for bounds in features]
+        gram = block(moments.sxx, columns, columns)
+        where = f"the {kind} of target layer {', '.join(map(str, dict.fromkeys(part.layer for part in members)))}"
+        factor = _cholesky(gram, ridge_lambda, where, moments.count)
+        del gram
+        mean_x = torch.cat([moments.mean_x[part] for part in columns])
+        for part in members:
+            weight = torch.cholesky_solve(block(moments.sxy, columns, [part.outputs]), factor).T
+            if not bool(torch.isfinite(weight).all()):
+                raise _singular(f"the {kind} of target layer {part.layer}", len(factor), moments.count, ridge_lambda)
+            weight = weight.to(dtype).contiguous()
+            bias = (moments.mean_y[part.outputs] - weight.double() @ mean_x).to(dtype)
+            solved[part.layer, part.group] = weight, bias
+            done(part.group == 0)
+    return solved
+
+
+def _solve_weighted(
+    statistics: CalibrationStatistics,
+    parts: Sequence[_Part],
+    kind: str,
+    dtype: torch.dtype,
+    solution: RidgeSolution,
+    done: Callable[[float], Any],
+) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """Every head of every layer has rows of its own weight, so that nothing is shared."""
+    solved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    for layer in dict.fromkeys(part.layer for part in parts):
+        members = [part for part in parts if part.layer == layer]
+        support = as_supports(solution.support[layer])[kind]
+        if (layer, kind) not in statistics.weighted or support.heads != "local" or support.joint or support.window:
+            raise CalibrationError(
+                f"The {kind} of target layer {layer} can't be solved with attention-weighted rows: expected statistics "
+                "collected with `attention_rows=True`, and a head-local support of the same kind and token, without an "
+                "anchor. Collect them with the preset `cachebridge2026`, or solve without weights."
+            )
+        moments = statistics.weighted[layer, kind]
+        width = support.heads_read(statistics.source.layers[0], statistics.target.layers[layer])[0][1]
+        columns, start = [], 0
+        for index, source in enumerate(statistics.source.layers):
+            stop = start + width * source.head_dim
+            if index in support.layers:
+                columns.append(slice(start, stop))
+            start = stop
+        features = sum(column.stop - column.start for column in columns)
+        alpha = moments.largest_alpha(features)
+        solution.row_weights[layer, kind] = [float(value) for value in alpha]
+        gram, cross, mean_x, mean_y, _ = moments.system(alpha, columns)
+        for part in members:
+            where = f"the {kind} of head {part.group} of target layer {layer}"
+            factor = _cholesky(gram[part.group].double(), part.ridge_lambda, where, statistics.tokens["fit"])
+            weight = torch.cholesky_solve(cross[part.group].double(), factor).T.to(dtype).contiguous()
+            bias = (mean_y[part.group] - weight.double() @ mean_x[part.group]).to(dtype)
+            solved[layer, part.group] = weight, bias
+        done(1)
+    return solved
+
+
+def solve_entry(
+    statistics: CalibrationStatistics, depth: int, support: Support, ridge_lambda: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """
+    Solve the prediction of the target's residual stream from the source's cache, by the same ridge.
+
+    Args:
+        statistics (`CalibrationStatistics`): With the stream at this depth among their features.
+        depth (`int`): The layer that the stream enters.
+        support ([`Support`]): What is read; all heads.
+        ridge_lambda (`float`, *optional*, defaults to 0.01): λ.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, float]`: weight `[hidden_size + 1, features]` and bias, in float32, and the
+        held-out R², pooled over the stream's direction.
+    """
+    fit, columns = statistics.moments("fit", KINDS[0]), statistics.features(support, KINDS[0], 0)[0]
+    outputs = statistics.layout.stream(statistics.source, statistics.target, depth)
+    factor = _cholesky(block(fit.sxx, columns, columns), ridge_lambda, f"what enters target layer {depth}", fit.count)
+    weight = torch.cholesky_solve(block(fit.sxx, columns, [outputs]), factor).T.float().contiguous()
+    wide, mean_x = weight.double().T, torch.cat([fit.mean_x[part] for part in columns])
+    bias = (fit.mean_x[outputs] - mean_x @ wide).float()
+    heldout = statistics.moments("heldout", KINDS[0])
+    shift = heldout.mean_x[outputs] - torch.cat([heldout.mean_x[part] for part in columns]) @ wide - bias.double()
+    total = heldout.sxx[outputs, outputs].diagonal().double()
+    gram, cross = block(heldout.sxx, columns, columns), block(heldout.sxx, columns, [outputs])
+    error = squared_error(total, heldout.count, gram, cross, wide, shift)
+    return weight, bias, float(pooled_r2(error[None, :-1], total[None, :-1]))
 
 
 def r2(statistics: CalibrationStatistics, solution: RidgeSolution, split: str = "heldout") -> dict[str, list]:
@@ -183,59 +244,91 @@ def r2(statistics: CalibrationStatistics, solution: RidgeSolution, split: str = 
     Returns:
         `dict[str, list]`: `"keys"` and `"values"` hold per target layer a list with the R² of each KV head, pooled
         over its dimensions; `"keys_per_layer"` and `"values_per_layer"` one R² per target layer, pooled over
-        all of it.
+        all of it. Layers without maps are exact and count as 1.
 
     Raises:
         CalibrationError: If the split holds no tokens.
     """
-    groups = _by_support(statistics, solution.support)
-    targets = layer_slices(statistics.target)
+    supports = _checked_supports(statistics, solution.support)
     result: dict[str, list] = {}
     for kind in KINDS:
         moments = statistics.moments(split, kind)
-        heads: dict[int, list[float]] = {}
-        whole: dict[int, float] = {}
-        for layers, members in groups.items():
-            features = _columns(statistics, layers)
-            gram = _block(moments.sxx, features, features)
-            mean_x = torch.cat([moments.mean_x[part] for part in features])
-            for t in members:
-                weight = solution.weights(kind)[t].to(gram).T
-                shift = moments.mean_y[targets[t]] - mean_x @ weight - solution.biases(kind)[t].to(gram)
-                cross = _block(moments.sxy, features, [targets[t]])
-                sse = _sse(moments, targets[t], gram, cross, weight, shift)
-                sst, kv_heads = moments.syy[targets[t]], statistics.target.layers[t].kv_heads
-                heads[t] = _pooled_r2(sse.view(kv_heads, -1), sst.view(kv_heads, -1)).tolist()
-                whole[t] = float(_pooled_r2(sse.view(1, -1), sst.view(1, -1)))
-        result[kind] = [heads[t] for t in range(len(targets))]
-        result[f"{kind}_per_layer"] = [whole[t] for t in range(len(targets))]
+        error = {t: torch.zeros_like(moments.syy[rows]) for t, rows in enumerate(statistics.outputs(kind))}
+        grams: dict[Any, torch.Tensor] = {}
+        # Layers that read the same features come one after the other, so that one Gram matrix is kept at a time.
+        parts = _parts(statistics, supports, kind, 0.0, solution.anchor_depth)
+        for part in sorted(parts, key=lambda part: part.features):
+            columns = [slice(*bounds) for bounds in part.features]
+            if part.features not in grams:
+                grams = {part.features: block(moments.sxx, columns, columns)}
+            gram = grams[part.features]
+            rows = statistics.outputs(kind)[part.layer]
+            here = slice(part.outputs.start - rows.start, part.outputs.stop - rows.start)
+            weight = solution.weights(kind)[part.layer]
+            weight = (weight if weight.dim() == 2 else weight[part.group]).to(gram).T
+            mean_x = torch.cat([moments.mean_x[column] for column in columns])
+            bias = solution.biases(kind)[part.layer][here].to(gram)
+            shift = moments.mean_y[part.outputs] - mean_x @ weight - bias
+            cross = block(moments.sxy, columns, [part.outputs])
+            error[part.layer][here] = squared_error(
+                moments.syy[part.outputs], moments.count, gram, cross, weight, shift
+            )
+        heads, whole = [], []
+        for t, rows in enumerate(statistics.outputs(kind)):
+            total, kv_heads = moments.syy[rows], statistics.target.layers[t].kv_heads
+            heads.append(pooled_r2(error[t].view(kv_heads, -1), total.view(kv_heads, -1)).tolist())
+            whole.append(float(pooled_r2(error[t].view(1, -1), total.view(1, -1))))
+        result[kind], result[f"{kind}_per_layer"] = heads, whole
     return result
 
 
-def _by_support(
-    statistics: CalibrationStatistics, support: Sequence[Sequence[int]]
-) -> dict[tuple[int, ...], list[int]]:
-    """Target layers grouped by what they read, so that each Gram matrix is gathered and factored once."""
-    sources, targets = len(statistics.source.layers), len(statistics.target.layers)
+def _checked_supports(statistics: CalibrationStatistics, support: Sequence[Any]) -> list[LayerSupport | None]:
+    sources, targets = statistics.source.num_layers, statistics.target.num_layers
     if len(support) != targets:
         raise CalibrationError(f"The support has {len(support)} entries, expected one per target layer: {targets}.")
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for t, layers in enumerate(support):
-        if not layers or len(set(layers)) != len(layers) or not all(0 <= s < sources for s in layers):
+    supports: list[LayerSupport | None] = []
+    for t, entry in enumerate(support):
+        try:
+            given = None if entry is None else as_supports(entry)
+        except (ValueError, TypeError):
+            given = {}
+        layers = [one.layers for one in (given or {}).values()]
+        read = [bool(one.layers) or one.anchor for one in (given or {}).values()]
+        if given is not None and not (
+            all(read) and read and all(len(set(x)) == len(x) and all(s < sources for s in x) for x in layers)
+        ):
             raise CalibrationError(
-                f"The support of target layer {t} is {list(layers)}, expected different source layers from 0 to "
+                f"The support of target layer {t} is {entry}, expected different source layers from 0 to "
                 f"{sources - 1}, at least one."
             )
-        groups.setdefault(tuple(layers), []).append(t)
-    return groups
+        supports.append(given)
+    return supports
 
 
-def _columns(statistics: CalibrationStatistics, layers: Sequence[int]) -> list[slice]:
-    slices = layer_slices(statistics.source)
-    return [slices[s] for s in layers]
+def _parts(
+    statistics: CalibrationStatistics,
+    supports: Sequence[LayerSupport | None],
+    kind: str,
+    ridge_lambda: float | dict[tuple[int, str], float],
+    anchor_depth: int | None,
+) -> list[_Part]:
+    parts = []
+    for t, (entry, rows) in enumerate(zip(supports, statistics.outputs(kind), strict=True)):
+        if entry is None:
+            continue
+        value = ridge_lambda[t, kind] if isinstance(ridge_lambda, dict) else ridge_lambda
+        if not value >= 0 or not math.isfinite(value):
+            raise CalibrationError(f"ridge_lambda is {value}, expected a finite number of at least 0.")
+        groups = statistics.features(entry[kind], kind, t, anchor_depth)
+        step = (rows.stop - rows.start) // len(groups)
+        for group, columns in enumerate(groups):
+            outputs = slice(rows.start + group * step, rows.start + (group + 1) * step)
+            bounds = tuple((column.start, column.stop) for column in columns)
+            parts.append(_Part(t, group, bounds, outputs, value))
+    return parts
 
 
-def _block(matrix: torch.Tensor, rows: list[slice], columns: list[slice]) -> torch.Tensor:
+def block(matrix: torch.Tensor, rows: list[slice], columns: list[slice]) -> torch.Tensor:
     """A copy in float64 of the given rows and columns, layer by layer: no index tensors, no second copy."""
     heights, widths = ([part.stop - part.start for part in parts] for parts in (rows, columns))
     block = torch.empty(sum(heights), sum(widths), dtype=torch.float64, device=matrix.device)
@@ -267,18 +360,9 @@ def _singular(where: str, features: int, tokens: int, ridge_lambda: float) -> Si
     )
 
 
-def _ols(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """Least squares of least norm: `gram⁺ @ cross`, in float64."""
-    values, vectors = torch.linalg.eigh(gram.double())
-    # Below this an eigenvalue is rounding error of the sums it was made from.
-    keep = values > values[-1].clamp(min=0) * len(values) * torch.finfo(gram.dtype).eps
-    vectors = vectors[:, keep]
-    return vectors @ ((vectors.T @ cross.double()) / values[keep, None])
-
-
-def _sse(
-    moments: Moments,
-    rows: slice,
+def squared_error(
+    syy: torch.Tensor,
+    count: int,
     gram: torch.Tensor,
     cross: torch.Tensor,
     weight: torch.Tensor,
@@ -287,10 +371,10 @@ def _sse(
     """`Σ (y − xW − b)²` per output: `syy − 2 w·sxy + w·sxx·w + n · shift²`, with `shift` the error at the means."""
     explained = (weight * (2 * cross - gram @ weight)).sum(0)
     # Rounding can take a perfect fit below zero.
-    return (moments.syy[rows] - explained + moments.count * shift.square()).clamp(min=0)
+    return (syy - explained + count * shift.square()).clamp(min=0)
 
 
-def _pooled_r2(sse: torch.Tensor, sst: torch.Tensor) -> torch.Tensor:
+def pooled_r2(sse: torch.Tensor, sst: torch.Tensor) -> torch.Tensor:
     """`1 − Σ SSE / Σ SST` over the last dimension. Of a constant: 1 if it is met, 0 if not, as scikit-learn has it."""
     sse, sst = sse.sum(-1), sst.sum(-1)
     constant = sst == 0

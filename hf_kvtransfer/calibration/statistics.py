@@ -7,12 +7,13 @@ processes can be merged.
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CalibrationError
+from ..features import KINDS, Support
+from .layout import FeatureLayout
 from .moments import Moments
 
 
@@ -20,20 +21,12 @@ if TYPE_CHECKING:
     import os
 
     from ..geometry import ModelGeometry
+    from .capture import Content
+    from .sample import AttentionSample
+    from .weighted import WeightedMoments
 
 
 SPLITS = ("fit", "heldout")
-KINDS = ("keys", "values")
-
-
-def layer_slices(geometry: ModelGeometry) -> list[slice]:
-    """Where each layer lies in the concatenation of all of a model's layers (layer, then KV head, then dimension)."""
-    return [slice(start, stop) for start, stop in itertools.pairwise(geometry.offsets)]
-
-
-def total_width(geometry: ModelGeometry) -> int:
-    """`Σ kv_heads · head_dim` over the layers of a model."""
-    return geometry.offsets[-1]
 
 
 class CalibrationStatistics:
@@ -52,9 +45,15 @@ class CalibrationStatistics:
             each. Saved too; statistics merge only if these samples agree.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float64`): Precision of the large sums.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the sums live.
+        layout ([`FeatureLayout`], *optional*): What is summed beyond the plain features; nothing by default.
 
     Attributes:
-        splits (`dict[str, dict[str, Moments]]`): `splits["fit" | "heldout"]["keys" | "values"]`.
+        splits (`dict[str, dict[str, Moments]]`):
+            `splits["fit" | "heldout"]["keys" | "values"]`, or one system for both if the features are joint.
+        weighted (`dict[tuple[int, str], WeightedMoments]`):
+            By target layer and kind, the sums of attention-weighted rows of the `"fit"` split; empty unless asked for.
+        sample ([`AttentionSample`], *optional*):
+            A few held-out sequences with the target's queries, to score maps by what attention reads of them.
     """
 
     def __init__(
@@ -66,42 +65,49 @@ class CalibrationStatistics:
         manifest: dict[str, Any] | None = None,
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
+        layout: FeatureLayout | None = None,
     ) -> None:
         self.source = source
         self.target = target
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.calibration: dict[str, Any] = copy.deepcopy(calibration) if calibration else {}
         self.manifest: dict[str, Any] = copy.deepcopy(manifest) if manifest else {}
-        widths = total_width(source), total_width(target)
-        self.splits = {split: {kind: Moments(*widths, dtype, device) for kind in KINDS} for split in SPLITS}
+        self.layout = layout or FeatureLayout()
+        widths = self.layout.source_width(source, target), self.layout.target_width(target)
+        self.splits = {split: {name: Moments(*widths, dtype, device) for name in self.layout.names} for split in SPLITS}
+        self.weighted: dict[tuple[int, str], WeightedMoments] = {}
+        self.sample: AttentionSample | None = None
 
     @property
     def tokens(self) -> dict[str, int]:
         """Number of tokens summed in each split."""
-        return {split: moments["keys"].count for split, moments in self.splits.items()}
+        return {split: moments[self.layout.names[0]].count for split, moments in self.splits.items()}
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the large sums."""
-        return self.splits["fit"]["keys"].dtype
+        return self.splits["fit"][self.layout.names[0]].dtype
 
     def to(self, device: torch.device | str) -> CalibrationStatistics:
         """Move the sums to a device, in place. Returns `self`."""
         for moments in self.splits.values():
-            for kind in KINDS:
-                moments[kind] = moments[kind].to(device)
+            for name in self.layout.names:
+                moments[name] = moments[name].to(device)
+        for key, weighted in self.weighted.items():
+            tensors = {name: tensor.to(device) for name, tensor in weighted.tensors().items()}
+            self.weighted[key] = type(weighted).from_tensors(weighted.count, tensors)
         return self
 
     def moments(self, split: str, kind: str) -> Moments:
         """
-        The moments of one split and kind.
+        The moments of one split that hold a kind, `"keys"` or `"values"`.
 
         Raises:
             CalibrationError: If the split is unknown, or holds no tokens.
         """
         if split not in SPLITS:
             raise CalibrationError(f"There is no split {split!r}; the splits are {' and '.join(map(repr, SPLITS))}.")
-        moments = self.splits[split][kind]
+        moments = self.splits[split][self.layout.name(kind)]
         if moments.count == 0:
             raise CalibrationError(
                 f"The {split!r} split of these statistics holds no tokens. Calibrate on at least two sequences "
@@ -109,6 +115,14 @@ class CalibrationStatistics:
                 '`heldout_fraction` above zero if held-out figures are wanted, which `k="auto"` needs.'
             )
         return moments
+
+    def features(self, support: Support, kind: str, layer: int, anchor_depth: int | None = None) -> list[list[slice]]:
+        """Where the features of one map lie among the moments' columns, per group: [`FeatureLayout.features`]."""
+        return self.layout.features(support, kind, self.source, self.target, layer, anchor_depth)
+
+    def outputs(self, kind: str) -> list[slice]:
+        """Where each target layer's outputs of a kind lie among the moments' columns."""
+        return self.layout.outputs(kind, self.target)
 
     def update(
         self,
@@ -119,7 +133,7 @@ class CalibrationStatistics:
         target_values: torch.Tensor,
     ) -> None:
         """
-        Add tokens to a split.
+        Add tokens to a split of statistics with the plain layout, or with joint features.
 
         Args:
             split (`str`): `"fit"` or `"heldout"`.
@@ -131,10 +145,30 @@ class CalibrationStatistics:
         Raises:
             CalibrationError: If the split is unknown or a shape doesn't fit.
         """
+        from .capture import Content
+
+        self.update_content(split, Content(source_keys, source_values), Content(target_keys, target_values))
+
+    def update_content(self, split: str, source: Content, target: Content) -> None:
+        """
+        Add tokens to a split.
+
+        Args:
+            split (`str`): `"fit"` or `"heldout"`.
+            source (`Content`): Of all source layers, with as many previous tokens as the layout asks for.
+            target (`Content`): Of all target layers, with the hidden states that the layout asks for.
+
+        Raises:
+            CalibrationError: If the split is unknown or a shape doesn't fit.
+        """
         if split not in SPLITS:
             raise CalibrationError(f"There is no split {split!r}; the splits are {' and '.join(map(repr, SPLITS))}.")
-        self.splits[split]["keys"].update(source_keys, target_keys)
-        self.splits[split]["values"].update(source_values, target_values)
+        tokens = [(source.keys, source.values), *source.previous]
+        for name in self.layout.names:
+            kinds = [KINDS.index(kind) for kind in KINDS if self.layout.name(kind) == name]
+            x = [pair[kind] for pair in tokens for kind in kinds] + [hidden.to(source.keys) for hidden in target.hidden]
+            y = [(target.keys, target.values)[kind] for kind in kinds]
+            self.splits[split][name].update(*(part[0] if len(part) == 1 else torch.cat(part, 1) for part in (x, y)))
 
     def merge(self, other: CalibrationStatistics) -> CalibrationStatistics:
         """
@@ -175,9 +209,17 @@ class CalibrationStatistics:
                 f"Statistics with different token strides can't be merged ({strides[0]} and {strides[1]}): collect "
                 "all parts of a calibration with the same `token_stride`."
             )
+        if self.layout != other.layout or self.weighted.keys() != other.weighted.keys():
+            raise CalibrationError(
+                f"Statistics of different features can't be merged ({self.layout}, {len(self.weighted)} weighted maps; "
+                f"{other.layout}, {len(other.weighted)}): collect all parts of a calibration with the same recipe."
+            )
         for split in SPLITS:
-            for kind in KINDS:
-                self.splits[split][kind].merge(other.splits[split][kind])
+            for name in self.layout.names:
+                self.splits[split][name].merge(other.splits[split][name])
+        for key, moments in self.weighted.items():
+            moments.merge(other.weighted[key])
+        self.sample = self.sample or other.sample
         self.calibration = _merged_description(self.calibration, other.calibration)
         return self
 

@@ -20,14 +20,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import MapperFileError
+from ..features import KINDS
 from ..geometry import ModelGeometry
+from .layout import FeatureLayout
 from .moments import Moments
-from .statistics import KINDS, SPLITS, CalibrationStatistics, total_width
+from .sample import AttentionSample
+from .statistics import SPLITS, CalibrationStatistics
+from .weighted import WeightedMoments
 
 
 STATISTICS_NAME = "statistics.json"
 _DATA_PREFIX = "moments-"
-_FORMAT = 1
+_FORMAT = 2
 _BLOCK_BYTES = 1 << 24
 
 
@@ -36,11 +40,17 @@ def save_statistics(statistics: CalibrationStatistics, folder: str | os.PathLike
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        f"{split}.{kind}.{name}": tensor.detach().contiguous()
+        f"{split}.{system}.{name}": tensor
         for split in SPLITS
-        for kind in KINDS
-        for name, tensor in statistics.splits[split][kind].tensors().items()
+        for system, moments in statistics.splits[split].items()
+        for name, tensor in moments.tensors().items()
     }
+    for (layer, kind), weighted in statistics.weighted.items():
+        tensors |= {f"weighted.{layer}.{kind}.{name}": tensor for name, tensor in weighted.tensors().items()}
+    sample = statistics.sample
+    if sample is not None:
+        tensors |= {f"sample.{name}": tensor for name, tensor in sample.tensors().items()}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _temporary(folder) as path:
         save_file(tensors, path)
         digest = _sha256(path)
@@ -49,7 +59,12 @@ def save_statistics(statistics: CalibrationStatistics, folder: str | os.PathLike
     body = {
         "format": _FORMAT,
         "data": {"file": data_name, "bytes": (folder / data_name).stat().st_size, "sha256": digest},
-        "counts": {split: {kind: statistics.splits[split][kind].count for kind in KINDS} for split in SPLITS},
+        "counts": {
+            split: {system: moments.count for system, moments in statistics.splits[split].items()} for split in SPLITS
+        },
+        "layout": statistics.layout.to_dict(),
+        "weighted": sorted({layer for layer, _ in statistics.weighted}),
+        "sample": sample.description() if sample is not None else None,
         "dtype": str(statistics.dtype).removeprefix("torch."),
         "source": statistics.source.to_dict(),
         "target": statistics.target.to_dict(),
@@ -76,12 +91,15 @@ def load_statistics(folder: str | os.PathLike[str], mmap: bool = True, verify: b
         path = folder / body["data"]["file"]
         size, digest = body["data"]["bytes"], body["data"]["sha256"]
         source, target = ModelGeometry.from_dict(body["source"]), ModelGeometry.from_dict(body["target"])
-        counts = {(split, kind): int(body["counts"][split][kind]) for split in SPLITS for kind in KINDS}
+        layout = FeatureLayout.from_dict(body["layout"])
+        counts = {(split, system): int(body["counts"][split][system]) for split in SPLITS for system in layout.names}
         dtype = {"float64": torch.float64, "float32": torch.float32}[body["dtype"]]
         statistics = CalibrationStatistics.__new__(CalibrationStatistics)
-        statistics.source, statistics.target = source, target
+        statistics.source, statistics.target, statistics.layout = source, target, layout
         statistics.tokenizer_fingerprint = body["tokenizer_fingerprint"]
         statistics.calibration, statistics.manifest = body["calibration"], body["manifest"]
+        weighted = [(int(layer), kind) for layer in body["weighted"] for kind in KINDS]
+        sample = body["sample"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MapperFileError(
             f"{folder / STATISTICS_NAME} doesn't describe calibration statistics ({error!r}). {advice}"
@@ -93,27 +111,43 @@ def load_statistics(folder: str | os.PathLike[str], mmap: bool = True, verify: b
     if verify and _sha256(path) != digest:
         raise MapperFileError(f"{path} doesn't match its checksum: it was damaged. {advice}")
 
-    widths = total_width(source), total_width(target)
+    widths = layout.source_width(source, target), layout.target_width(target)
     shapes = {"mean_x": widths[:1], "mean_y": widths[1:], "sxx": (widths[0],) * 2, "sxy": widths, "syy": widths[1:]}
     statistics.splits = {}
     try:
         with safe_open(str(path), framework="pt") as file:
+            names = list(file.keys())
+
+            def read(prefix: str) -> dict[str, torch.Tensor]:
+                found = {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}
+                for name, tensor in found.items():
+                    if verify and not _is_finite(tensor):
+                        raise MapperFileError(f"{path}: {prefix}{name} isn't finite. {advice}")
+                return found if mmap else {name: tensor.clone() for name, tensor in found.items()}
+
             for split in SPLITS:
                 statistics.splits[split] = {}
-                for kind in KINDS:
-                    tensors = {name: file.get_tensor(f"{split}.{kind}.{name}") for name in shapes}
-                    for name, tensor in tensors.items():
+                for system in layout.names:
+                    tensors = read(f"{split}.{system}.")
+                    for name, shape in shapes.items():
+                        tensor = tensors.get(name)
                         expected = dtype if name in ("sxx", "sxy") else torch.float64
-                        if tuple(tensor.shape) != shapes[name] or tensor.dtype != expected:
+                        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != expected:
+                            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                             raise MapperFileError(
-                                f"{path}: {split}.{kind}.{name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                                f"{expected} {list(shapes[name])} from the geometry. {advice}"
+                                f"{path}: {split}.{system}.{name} is {found}, expected {expected} {list(shape)} from "
+                                f"the geometry. {advice}"
                             )
-                        if verify and not _is_finite(tensor):
-                            raise MapperFileError(f"{path}: {split}.{kind}.{name} isn't finite. {advice}")
-                    if not mmap:
-                        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-                    statistics.splits[split][kind] = Moments.from_tensors(counts[split, kind], tensors)
+                    statistics.splits[split][system] = Moments.from_tensors(counts[split, system], tensors)
+            statistics.weighted = {
+                (layer, kind): WeightedMoments.from_tensors(
+                    counts["fit", layout.name(kind)], read(f"weighted.{layer}.{kind}.")
+                )
+                for layer, kind in weighted
+            }
+            statistics.sample = AttentionSample.from_tensors(sample, read("sample.")) if sample is not None else None
+    except (KeyError, TypeError) as error:
+        raise MapperFileError(f"{path} lacks a part that {STATISTICS_NAME} names ({error}). {advice}") from error
     except SafetensorError as error:
         raise MapperFileError(f"{path} isn't a readable safetensors file ({error}). {advice}") from error
     return statistics

@@ -117,7 +117,9 @@ def random_mapper(mapper: KVMapper, seed: int = 0) -> KVMapper:
         else:
             noise = torch.randn(fitted.shape, generator=generator)
             drawn.copy_(noise.to(fitted.device) * fitted.float().std())
-    return random.to(device=mapper.device, dtype=mapper.dtype).eval()
+    # Where the target runs all of its layers there are no maps, and nothing to be random.
+    like = next(mapper.parameters(), None)
+    return (random if like is None else random.to(device=like.device, dtype=like.dtype)).eval()
 
 
 def _same_shapes(mapper: KVMapper) -> bool:

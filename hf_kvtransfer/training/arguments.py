@@ -61,6 +61,11 @@ class KVTrainingArguments(TrainingArguments):
             )
 
     @property
+    def n_gpu(self) -> int:
+        """One at most in each process: frozen models aren't copied along by `DataParallel`. Several take `torchrun`."""
+        return min(int(super().n_gpu), 1)
+
+    @property
     def loss_weights(self) -> LossWeights:
         """The three weights."""
         return LossWeights(self.content_weight, self.attention_weight, self.kl_weight)

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks import run_block, stream_features
 from ..calibration.attention import QueryRecord, boundaries, record_queries
 from ..errors import CalibrationError
 from ..geometry import ModelGeometry
-from ..native import rms_normalised, run_native
+from ..mapper import KVMapper
+from ..native import run_native
 from ..positions import Positions
 from ..source import SourceCache
 from .queries import flat_queries, without_queries
@@ -51,13 +53,13 @@ def capture_batch(
         source (`PreTrainedModel`): the model whose caches are converted.
         target (`PreTrainedModel`): the model that uses them.
         input_ids (`torch.Tensor` of shape `[batch, tokens]`): rows without padding.
-        anchor_layers (`int`, *optional*): how many of the target's layers the mapper's anchor runs.
+        anchor_layers (`int`, *optional*): how many of the target's first layers an anchor runs.
         queries (`int`, *optional*, defaults to 0): at how many log-spaced tokens the target's queries are kept.
 
     Returns:
         `tuple[dict[str, torch.Tensor], list[QueryRecord]]`: first the four of [`FEATURES`] in the models' dtypes, keys
         rotated as they were cached; with queries, `queries` of shape `[batch, queries, width]`; with an anchor,
-        `hidden` of shape `[batch, tokens, hidden_size]`, its normalised output in float32. Then, with queries, how each
+        `hidden` of shape `[batch, tokens, hidden_size + 1]`, its output as features in float32. Then, with queries, how each
         layer of the target attends.
     """
     batch: dict[str, Tensor] = {}
@@ -79,12 +81,13 @@ def capture_batch(
     return batch, without_queries(attention)
 
 
+@torch.no_grad()
 def anchor_output(target: nn.Module, input_ids: Tensor, layers: int) -> Tensor:
     """
-    The normalised residual stream that enters a layer of the target, `[batch, tokens, hidden_size]` in float32.
+    What the first layers of the target put out, as features, `[batch, tokens, hidden_size + 1]` in float32.
 
     Raises:
-        [`CalibrationError`]: if the target has no such layer.
+        [`CalibrationError`]: if these are all of its layers.
     """
     hidden = run_native(target, input_ids, layers=layers).hidden
     if hidden is None:
@@ -92,7 +95,22 @@ def anchor_output(target: nn.Module, input_ids: Tensor, layers: int) -> Tensor:
             f"An anchor of {layers} layers is all of the target, and leaves nothing to map; expected fewer. Lower "
             "`anchor_layers`."
         )
-    return rms_normalised(hidden)
+    return stream_features(hidden)
+
+
+@torch.no_grad()
+def anchor_output_of(mapper: KVMapper, target: nn.Module, input_ids: Tensor, source: SourceCache) -> Tensor:
+    """
+    The same of the layers that a mapper's anchor runs, which may be some in the middle that start from a prediction.
+    """
+    config = mapper.config
+    layers = config.anchor_layers or 0
+    if not config.anchor_start:
+        return anchor_output(target, input_ids, layers)
+    positions = counted_positions(source.num_tokens, source.keys[0].device)
+    entry = mapper.predicted_stream(source, positions, 0, source.num_tokens)
+    run = run_block(target, input_ids, entry, start=config.anchor_start, layers=layers)
+    return stream_features(run.hidden)
 
 
 def source_cache(batch: dict[str, Any], geometry: ModelGeometry) -> SourceCache:

@@ -132,6 +132,11 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
                     "models and this text. Capture into another folder, or delete this one."
                 )
             return found
+        if final.is_dir() and any(final.iterdir()):
+            raise CalibrationError(
+                f"The folder {final} holds other files than captured features; expected none, or none yet. Capture "
+                "into another folder."
+            )
         check_writable(final)
         final.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
@@ -166,7 +171,7 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
     def check(self, mapper: KVMapper) -> None:
         """
         Raises [`PairMismatchError`] if these are features of another pair than the mapper's, or tokenized in another
-        way, or if they lack the anchor that it reads.
+        way, or read with another anchor.
         """
         config = mapper.config
         differences = []
@@ -178,8 +183,8 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
             differences += [f"{side} model: {difference}" for difference in found]
         if config.tokenizer_fingerprint not in (None, self.manifest["tokenizer_fingerprint"]):
             differences.append("another tokenizer")
-        if config.anchor_layers != self.anchor_layers and config.anchor_layers is not None:
-            differences.append(f"read without the anchor of {config.anchor_layers} layers")
+        if self.anchor_layers is not None and (config.anchor_layers, config.anchor_start) != (self.anchor_layers, 0):
+            differences.append(f"read with an anchor of {self.anchor_layers} layers, which is not the mapper's")
         if differences:
             raise PairMismatchError(
                 f"The features in {self.folder} are not those of this mapper's pair ({'; '.join(differences)}); "

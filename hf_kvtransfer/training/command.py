@@ -114,6 +114,9 @@ def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> K
         load_model(name, revision=revision, dtype=command.dtype, trust_remote_code=command.trust_remote_code)
         for name, revision in ((command.source, command.source_revision), (command.target, command.target_revision))
     )
+    config = mapper.config
+    # What an anchor further up puts out depends on the mapper, and is computed as it is needed.
+    anchors = () if config.anchor_layers is None or config.anchor_start else (config.anchor_layers,)
     lengths = {"sequence_length": command.sequence_length}
     datasets: dict[str, Any] = {}
     if command.eval_sequences:
@@ -131,7 +134,7 @@ def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> K
                     target.to(args.device),
                     tokenizer,
                     rows,
-                    anchors=() if mapper.config.anchor_layers is None else (mapper.config.anchor_layers,),
+                    anchors=anchors,
                     queries=args.queries if args.attention_weight else 0,
                     batch_size=args.per_device_eval_batch_size,
                 )

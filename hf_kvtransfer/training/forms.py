@@ -41,4 +41,6 @@ def with_form(mapper: KVMapper, map_type: str, **options: Any) -> KVMapper:
             if hasattr(fitted, kind):
                 linear: Any = getattr(fitted, kind)
                 getattr(layer, kind).set_linear(linear.weight, linear.bias)
+    if made.entry is not None and mapper.entry is not None:
+        made.entry.load_state_dict(mapper.entry.state_dict())
     return made.to(mapper.device).eval()

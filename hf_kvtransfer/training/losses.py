@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from .._compat import cache_keyword
+from ..appending import extend_cache
+from ..cache import TransferredCache
 from ..calibration.attention import QueryRecord, attention_output, attention_probabilities
 from ..mapper import KVMapper
 from ..source import SourceCache
@@ -57,7 +58,8 @@ def next_token_divergence(
     handover: HandOver,
 ) -> tuple[Tensor, Tensor]:
     """
-    How far the target's next-token distributions on a converted context are from those on its own.
+    How far the target's next-token distributions on a converted context are from those on its own. Gradients flow into
+    what is mapped; what the target reads itself, as an exact suffix, carries none.
 
     Args:
         mapper ([`KVMapper`]): in training mode, if gradients are wanted.
@@ -79,9 +81,10 @@ def next_token_divergence(
         itself = {"target": target, "input_ids": input_ids[:, :context]}
     pairs = list(zip(before.keys, before.values, strict=True))
     converted = mapper.convert(pairs, hold_back=0, validate=False, **itself)
-    own = DynamicCache()
+    # Both caches take on the dtype and devices of the target, whatever the features were stored in.
+    own = TransferredCache.for_geometry(mapper.config.geometry("target"))
     for index, (keys, values) in enumerate(zip(*native, strict=True)):
-        own.update(keys[:, :, :context], values[:, :, :context], index)
+        extend_cache(own, index, keys[:, :, :context], values[:, :, :context])
     # A frozen model computes in its own precision; mixed precision is for the maps.
     with torch.autocast(fed.device.type, enabled=False):
         with torch.no_grad():

@@ -108,6 +108,11 @@ class KVTransferModule(nn.Module):
                 "`KVMapper.for_pair` a support."
             )
         self.mapper = mapper
+        supports = [support for entry in mapper.config.supports() for support in (entry or {}).values()]
+        self.reads_anchor = any(support.anchor for support in supports)
+        if mapper.entry is not None:
+            # It is read by layers of the target, through which no gradient comes back.
+            mapper.entry.requires_grad_(False)
         self.weights = LossWeights() if weights is None else weights
         self.attention = list(attention)
         self.shortest_context = shortest_context
@@ -140,8 +145,8 @@ class KVTransferModule(nn.Module):
             source_values (`torch.Tensor` of shape `[batch, tokens, width]`): likewise.
             target_keys (`torch.Tensor` of shape `[batch, tokens, width]`): the target's own.
             target_values (`torch.Tensor` of shape `[batch, tokens, width]`): likewise.
-            hidden (`torch.Tensor` of shape `[batch, tokens, hidden_size]`, *optional*):
-                Normalised output of the anchor, needed by mappers that read one.
+            hidden (`torch.Tensor` of shape `[batch, tokens, hidden_size + 1]`, *optional*):
+                The anchor's output as features, needed by mappers that read one.
             queries (`torch.Tensor` of shape `[batch, queries, width]`, *optional*):
                 The target's own, needed by the attention-output error.
             target (`PreTrainedModel`, *optional*): frozen, in evaluation mode; needed by the KL.
@@ -158,13 +163,15 @@ class KVTransferModule(nn.Module):
         """
         given = (source_keys, source_values, target_keys, target_values)
         captured: dict[str, Any] = dict(zip(FEATURES, given, strict=True))
+        config = self.mapper.config
         missing = [name for name, value in captured.items() if value is None]
+        if hidden is None and self.reads_anchor:
+            missing.append("hidden")
         if missing:
             raise CalibrationError(
                 f"The batch lacks {', '.join(missing)}; expected what both models made of its rows. Train on "
                 "`CachedFeatures`, or with `KVMapperTrainer`, which runs the models itself."
             )
-        config = self.mapper.config
         source = source_cache(captured, config.geometry("source"))
         geometry = config.geometry("target")
         native = unflatten(captured["target_keys"], geometry), unflatten(captured["target_values"], geometry)

@@ -1,7 +1,7 @@
 """`TokenRows`: text as rows of token ids, for a trainer that runs the models itself."""
 
 import hashlib
-from array import array
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,13 +39,14 @@ class TokenRows(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.name = describe_source(texts)
         limit = None if num_sequences is None else num_sequences + skip
-        rows = list(pack(iter_texts(texts), tokenizer, sequence_length, limit))[skip:]
+        packed = islice(pack(iter_texts(texts), tokenizer, sequence_length, limit), skip, None)
+        rows = [torch.tensor(row, dtype=torch.long) for row in packed]
         if not rows:
             raise CalibrationError(
                 f"After the {skip} rows that are skipped no rows are left of {self.name}; expected more text. Pass "
                 "more, or a smaller `sequence_length`."
             )
-        self.rows = torch.tensor(rows, dtype=torch.long)
+        self.rows = torch.stack(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,4 +57,4 @@ class TokenRows(Dataset[dict[str, Tensor]]):
     @property
     def digest(self) -> str:
         """SHA-256 of all token ids."""
-        return hashlib.sha256(array("q", self.rows.flatten().tolist()).tobytes()).hexdigest()
+        return hashlib.sha256(self.rows.numpy().tobytes()).hexdigest()

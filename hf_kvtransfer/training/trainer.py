@@ -13,7 +13,7 @@ from transformers import Trainer, default_data_collator
 from ..errors import CalibrationError
 from ..mapper import KVMapper
 from .arguments import KVTrainingArguments
-from .batches import FEATURES, capture_batch
+from .batches import FEATURES, anchor_output_of, capture_batch, source_cache
 from .cached import CachedFeatures
 from .module import KVTransferModule
 from .scales import estimate_scales
@@ -116,27 +116,28 @@ class KVMapperTrainer(Trainer):
 
     def _completed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch with the features that both models make of it, unless it has them."""
-        if all(name in inputs for name in FEATURES):
-            missing = [] if self.target is not None or not self.module.weights.kl else ["target"]
-        else:
-            missing = [name for name in ("source", "target") if getattr(self, name) is None]
+        module, is_captured = self.module, all(name in inputs for name in FEATURES)
+        lacks_anchor = module.reads_anchor and "hidden" not in inputs
+        needed = ("source", "target") if not is_captured else ("target",) if module.weights.kl or lacks_anchor else ()
+        missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise CalibrationError(
                 f"Training needs the {' and the '.join(missing)} model, which the trainer wasn't given; expected "
                 "`KVMapperTrainer(mapper, args, source=…, target=…)`. With `CachedFeatures` the content and attention "
-                "losses need neither, and the KL needs the target alone."
+                "losses need neither, and the KL and anchors that weren't captured need the target alone."
             )
-        if all(name in inputs for name in FEATURES):
-            return dict(inputs)
-        features, attention = capture_batch(
-            self.source,
-            self.target,
-            inputs["input_ids"].to(self.args.device),
-            anchor_layers=self.module.mapper.config.anchor_layers,
-            queries=self.args.queries if self.module.weights.attention else 0,
-        )
-        self.module.attention = attention
-        return {**inputs, **{name: value.to(self.args.device) for name, value in features.items()}}
+        completed = {**inputs, "input_ids": inputs["input_ids"].to(self.args.device)}
+        if not is_captured:
+            queries = self.args.queries if module.weights.attention else 0
+            captured, module.attention = capture_batch(
+                self.source, self.target, completed["input_ids"], queries=queries
+            )
+            completed |= {name: value.to(self.args.device) for name, value in captured.items()}
+        if lacks_anchor:
+            source = source_cache(completed, module.mapper.config.geometry("source"))
+            hidden = anchor_output_of(module.mapper, self.target, completed["input_ids"], source)
+            completed["hidden"] = hidden.to(self.args.device)
+        return completed
 
     def _handover(self, tokens: int) -> Any:
         # By seed and step: all batches of a step share it, on all processes, and a resumed run draws it again.
@@ -166,6 +167,11 @@ class KVMapperTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if state_dict is not None:
             state_dict = {name.removeprefix("mapper."): value for name, value in state_dict.items()}
+        config = self.module.mapper.config
+        config.calibration = {
+            **config.calibration,
+            "training": {"steps": self.state.global_step, "seed": self.args.seed, "losses": vars(self.module.weights)},
+        }
         with self._mapper_as_model():
             super()._save(output_dir, state_dict)
 

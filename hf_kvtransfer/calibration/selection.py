@@ -1,0 +1,334 @@
+"""Choosing what each map reads, on held-out data, by what the target's own attention would have read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import CalibrationError
+from ..features import KINDS, LayerSupport, Support, gather, stream_width
+from .attention import attention_output, attention_probabilities
+from .probes import greedy_layers, layer_scores, select_layers
+from .ridge import RidgeSolution, solve_ridge
+from .statistics import CalibrationStatistics
+
+
+if TYPE_CHECKING:
+    from ..rope import RotaryCodec
+
+
+K_GRID = (1, 2, 4, 8, 16)
+LAMBDA_GRID = (0.01, 1.0, 100.0)
+# A cheaper map is taken when it is worse by less than this share of its error: below it lies the noise of the sample.
+_TIE = 0.005
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    One way to make the keys or the values of one target layer.
+
+    Args:
+        support (`Support`): what it reads.
+        ridge_lambda (`float`): λ.
+        order (`str`): how the layers were found: `"ranked"`, `"greedy"` or `"all"`.
+        multiplications (`int`): per token.
+        error (`float`):
+            `Σ ‖ô − o‖² / Σ ‖o‖²` over held-out queries, where `o` is the output of the target's attention and `ô` the
+            same with this map's keys (or values) in place of the native ones.
+    """
+
+    support: Support
+    ridge_lambda: float
+    order: str
+    multiplications: int
+    error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {
+            **self.support.to_dict(),
+            "ridge_lambda": self.ridge_lambda,
+            "order": self.order,
+            "multiplications": self.multiplications,
+            "error": round(self.error, 6),
+        }
+
+
+Key = tuple[int, str]
+"""A target layer and a kind."""
+
+
+class AttentionScorer:
+    """
+    Scores maps by the attention output of held-out queries.
+
+    Args:
+        statistics (`CalibrationStatistics`): with a sample.
+        codec (`RotaryCodec`): of the target.
+
+    Raises:
+        CalibrationError: If the statistics hold no sample.
+    """
+
+    def __init__(self, statistics: CalibrationStatistics, codec: RotaryCodec) -> None:
+        if statistics.sample is None:
+            raise CalibrationError(
+                "These statistics hold no sample of held-out sequences, on which recipes are compared; expected some. "
+                'Collect them with the preset "auto" and a `heldout_fraction` above zero, on more than one sequence.'
+            )
+        self._statistics, self._sample, self._codec = statistics, statistics.sample, codec
+        tokens = self._sample.tokens
+        self._tables = codec.tables(torch.arange(tokens)[None], "cpu")
+        self._native: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def error(
+        self, key: Key, support: Support, weight: torch.Tensor, bias: torch.Tensor, anchor_depth: int | None
+    ) -> float:
+        """
+        The relative error of the attention output with one map's keys or values.
+
+        Args:
+            key (`tuple[int, str]`): target layer and kind.
+            support (`Support`): what the map reads.
+            weight (`torch.Tensor`): as in [`RidgeSolution`].
+            bias (`torch.Tensor` of shape `[target width]`): likewise.
+            anchor_depth (`int`, *optional*): which anchor it reads.
+        """
+        layer, kind = key
+        content = self.predict(key, support, weight, bias, anchor_depth)
+        if layer not in self._native:
+            keys, values = (self._heads(part, layer) for part in self._native_content(layer))
+            keys = self._codec.apply(keys, self._tables, layer)
+            probabilities = attention_probabilities(self._sample.records[layer], keys)
+            # One layer at a time: candidates come layer by layer.
+            self._native = {layer: (probabilities, values, attention_output(probabilities, values))}
+        probabilities, values, output = self._native[layer]
+        states = self._heads(content, layer)
+        if kind == "keys":
+            rotated = self._codec.apply(states, self._tables, layer)
+            changed = attention_output(attention_probabilities(self._sample.records[layer], rotated), values)
+        else:
+            changed = attention_output(probabilities, states)
+        return float((changed - output).double().square().sum() / output.double().square().sum())
+
+    def predict(
+        self, key: Key, support: Support, weight: torch.Tensor, bias: torch.Tensor, anchor_depth: int | None
+    ) -> torch.Tensor:
+        """The content that a map makes of the sample, `[sequences · tokens, target width]`."""
+        layer, kind = key
+        source, target = self._statistics.source, self._statistics.target
+        read = self._sample.source
+        tokens = [(read.keys, read.values), *read.previous]
+
+        def content(lag: int, kind_read: str, index: int) -> torch.Tensor:
+            start = source.offsets[index]
+            return tokens[lag][KINDS.index(kind_read)][:, start : source.offsets[index + 1]]
+
+        anchor = None
+        if support.anchor:
+            anchor = self._sample.target.hidden[self._statistics.layout.anchors.index(anchor_depth or 0)]
+        pieces = gather(support, kind, source, target.layers[layer], content, anchor)
+        weights = weight.float() if support.heads == "local" else weight.float()[None]
+        outputs = [torch.cat(group, -1) @ one.T for group, one in zip(pieces, weights, strict=True)]
+        return torch.cat(outputs, -1) + bias.float()
+
+    def _native_content(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets, content = self._statistics.target.offsets, self._sample.target
+        columns = slice(offsets[layer], offsets[layer + 1])
+        return content.keys[:, columns], content.values[:, columns]
+
+    def _heads(self, content: torch.Tensor, layer: int) -> torch.Tensor:
+        geometry = self._statistics.target.layers[layer]
+        shape = (self._sample.sequences, self._sample.tokens, geometry.kv_heads, geometry.head_dim)
+        return content.reshape(shape).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Space:
+    """
+    What is tried.
+
+    Args:
+        ks (`tuple[int, ...]`): numbers of source layers.
+        lambdas (`tuple[float, ...]`): λ, the first for all comparisons of supports.
+        heads (`tuple[str, ...]`): `"full"`, `"local"`.
+        joint (`tuple[bool, ...]`): own kind, or both.
+        window (`tuple[int, ...]`): previous tokens.
+        orders (`tuple[str, ...]`): `"ranked"`, `"greedy"`.
+        native (`range`, *optional*): target layers that need no maps, as the target runs them itself.
+        anchor_depth (`int`, *optional*): where the residual stream is that the maps of later layers read.
+    """
+
+    ks: tuple[int, ...]
+    lambdas: tuple[float, ...] = LAMBDA_GRID
+    heads: tuple[Any, ...] = ("full", "local")
+    joint: tuple[bool, ...] = (False, True)
+    window: tuple[int, ...] = (0,)
+    orders: tuple[str, ...] = ("ranked", "greedy")
+    native: range = range(0)
+    anchor_depth: int | None = None
+
+    def depth(self, layer: int) -> int | None:
+        """The depth of the residual stream that this target layer can read, if there is one below it."""
+        return self.anchor_depth if self.anchor_depth is not None and layer > self.anchor_depth else None
+
+
+def candidates(
+    statistics: CalibrationStatistics, scorer: AttentionScorer, space: Space, progress: bool = True
+) -> dict[Key, list[Candidate]]:
+    """
+    Every way of the space for every target layer and kind that needs maps, with its held-out error.
+
+    Supports are compared at the first λ; the other λ are tried with the best supports at each cost.
+
+    Args:
+        statistics (`CalibrationStatistics`): their `"fit"` split is solved.
+        scorer ([`AttentionScorer`]): what compares them.
+        space ([`Space`]): what is tried.
+        progress (`bool`, *optional*, defaults to `True`): Show a progress bar, if standard error is a terminal.
+    """
+    layers = [layer for layer in range(statistics.target.num_layers) if layer not in space.native]
+    keys = [(layer, kind) for layer in layers for kind in KINDS]
+    found: dict[Key, list[Candidate]] = {key: [] for key in keys}
+    ranked = layer_scores(statistics) if "ranked" in space.orders else None
+    for key in tqdm(keys, desc="Comparing recipes", unit="map", disable=None if progress else True):
+        tried: set[Support] = set()
+        for support, order in _supports(statistics, space, key, ranked):
+            if support not in tried:
+                tried.add(support)
+                found[key].append(_tried(statistics, scorer, space, key, support, space.lambdas[0], order))
+        best = pareto(found[key])
+        for value, candidate in product(space.lambdas[1:], best):
+            found[key].append(_tried(statistics, scorer, space, key, candidate.support, value, candidate.order))
+    return found
+
+
+def _supports(
+    statistics: CalibrationStatistics, space: Space, key: Key, ranked: torch.Tensor | None
+) -> Iterable[tuple[Support, str]]:
+    layer, kind = key
+    layers = statistics.source.num_layers
+    depth = space.depth(layer)
+    anchored = depth is not None
+    if anchored:
+        yield Support((), anchor=True), "all"
+    ks = [k for k in space.ks if k < layers]
+    for joint in space.joint:
+        orders: list[tuple[str, Callable[[int], Sequence[int]]]] = []
+        if ranked is not None:
+            orders.append(("ranked", partial(_ranked, ranked, layer)))
+        if "greedy" in space.orders and ks:
+            greedy = greedy_layers(statistics, layer, kind, max(ks), joint=joint, anchor_depth=depth)
+            orders.append(("greedy", partial(_first, greedy)))
+        chosen = [(tuple(choose(k)), name) for name, choose in orders for k in ks]
+        if any(k >= layers for k in space.ks):
+            chosen.append((tuple(range(layers)), "all"))
+        for (read, order), heads, window in product(chosen, space.heads, space.window):
+            yield Support(read, heads, joint, window, anchored), order
+
+
+def _ranked(scores: torch.Tensor, layer: int, k: int) -> list[int]:
+    return select_layers(scores, k)[layer]
+
+
+def _first(greedy: list[int], k: int) -> list[int]:
+    return sorted(greedy[:k])
+
+
+def _tried(
+    statistics: CalibrationStatistics,
+    scorer: AttentionScorer,
+    space: Space,
+    key: Key,
+    support: Support,
+    ridge_lambda: float,
+    order: str,
+) -> Candidate:
+    weight, bias = _solved(statistics, key, support, ridge_lambda, space.depth(key[0]))
+    target = statistics.target.layers[key[0]]
+    width = support.width(statistics.source, target, stream_width(statistics.target))
+    error = scorer.error(key, support, weight, bias, space.depth(key[0]))
+    return Candidate(support, ridge_lambda, order, width * target.width, error)
+
+
+def _solved(
+    statistics: CalibrationStatistics, key: Key, support: Support, ridge_lambda: float, anchor_depth: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layer, kind = key
+    entries: list[Any] = [None] * statistics.target.num_layers
+    entries[layer] = support
+    solution: RidgeSolution = solve_ridge(
+        statistics, entries, ridge_lambda, torch.float32, anchor_depth=anchor_depth, kinds=(kind,), progress=False
+    )
+    return solution.weights(kind)[layer], solution.biases(kind)[layer]
+
+
+def pareto(ways: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no cheaper or equally dear one matches, from the cheapest to the dearest."""
+    front: list[Candidate] = []
+    for way in sorted(ways, key=lambda way: (way.multiplications, way.error)):
+        if not front or way.error < front[-1].error:
+            front.append(way)
+    return front
+
+
+def choose(found: dict[Key, list[Candidate]], budget: int | None = None) -> dict[Key, Candidate]:
+    """
+    One way per target layer and kind, with the smallest summed error that the budget allows.
+
+    Without a budget each is the best of its own, or a cheaper one that is as good to within the noise. With one, all
+    start as cheap as they come, and the multiplications go, step by step, where they take most error away.
+
+    Args:
+        found (`dict`): from [`candidates`].
+        budget (`int`, *optional*): multiplications per token of all maps together.
+
+    Raises:
+        CalibrationError: If not even the cheapest maps fit into the budget.
+    """
+    fronts = {key: pareto(ways) for key, ways in found.items()}
+    if budget is None:
+        return {
+            key: next(way for way in front if way.error <= front[-1].error * (1 + _TIE))
+            for key, front in fronts.items()
+        }
+    chosen = {key: front[0] for key, front in fronts.items()}
+    spent = sum(way.multiplications for way in chosen.values())
+    if spent > budget:
+        raise CalibrationError(
+            f"The cheapest maps take {spent:,} multiplications per token, the budget leaves {budget:,}; expected room "
+            "for them. Allow a higher `max_cost`, or use fewer anchor layers or a shorter suffix."
+        )
+    while True:
+        steps = []
+        for key, front in fronts.items():
+            now = chosen[key]
+            for way in front[front.index(now) + 1 :]:
+                more = way.multiplications - now.multiplications
+                if spent + more <= budget:
+                    steps.append(((now.error - way.error) / more, key, way))
+        if not steps:
+            return chosen
+        _, key, way = max(steps, key=lambda step: step[0])
+        spent += way.multiplications - chosen[key].multiplications
+        chosen[key] = way
+
+
+def total_error(chosen: dict[Key, Candidate]) -> float:
+    """The summed error of what was chosen; layers that the target runs itself add none."""
+    return sum(way.error for way in chosen.values())
+
+
+def supports_of(chosen: dict[Key, Candidate], layers: int) -> tuple[list[LayerSupport | None], dict[Key, float]]:
+    """What was chosen, as the support of each target layer and the λ of each map."""
+    supports: list[LayerSupport | None] = [None] * layers
+    for (layer, kind), way in chosen.items():
+        supports[layer] = {**(supports[layer] or {}), kind: replace(way.support)}
+    return supports, {key: way.ridge_lambda for key, way in chosen.items()}

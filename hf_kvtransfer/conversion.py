@@ -1,0 +1,255 @@
+"""One conversion: which tokens are mapped, which the target reads itself, and putting both together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from .blocks import run_block, stream_features
+from .errors import ConversionError
+from .native import NativeRun, run_native
+from .positions import Positions
+from .source import SourceCache
+
+
+if TYPE_CHECKING:
+    from .mapper import KVMapper
+
+
+Entries = list[tuple[Tensor, Tensor]]
+"""Keys and values per layer, each `[batch, kv_heads, tokens, head_dim]`, rotated as the target caches them."""
+
+
+@dataclass(frozen=True)
+class TargetSide:
+    """
+    What the target itself does in a conversion.
+
+    Args:
+        model (`PreTrainedModel`): the target.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): of the whole context.
+        exact_prefix (`int`): how many of the first tokens it reads.
+        exact_suffix (`int`): how many of the last tokens it reads on top of what was converted.
+    """
+
+    model: nn.Module
+    input_ids: Tensor
+    exact_prefix: int
+    exact_suffix: int
+
+
+def target_side(
+    mapper: "KVMapper",
+    source: SourceCache,
+    target: nn.Module | None,
+    input_ids: Any,
+    exact_prefix: int | None,
+    exact_suffix: int | None,
+) -> TargetSide | None:
+    """
+    What the target has to do itself; `None` if nothing.
+
+    Raises:
+        [`ConversionError`]: if it has to do something, and model or ids are missing or don't fit the source cache.
+    """
+    numbers = {
+        "exact_prefix": mapper.config.exact_prefix if exact_prefix is None else exact_prefix,
+        "exact_suffix": mapper.config.exact_suffix if exact_suffix is None else exact_suffix,
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConversionError(
+                f"`{name}` is {value!r}; expected a whole number of tokens, 0 or more: so many are read by the target "
+                "itself."
+            )
+    if mapper.config.anchor_layers is None and not any(numbers.values()):
+        return None
+    if target is None or input_ids is None:
+        why = [f"{name}={value}" for name, value in numbers.items() if value]
+        if mapper.config.anchor_layers is not None:
+            why.insert(0, f"anchor_layers={mapper.config.anchor_layers}")
+        missing = [name for name, given in (("target", target), ("input_ids", input_ids)) if given is None]
+        raise ConversionError(
+            f"With {', '.join(why)} the target reads a part of the context itself, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; expected `convert(source_cache, target=…, input_ids=…)` "
+            "with the token ids of the context. A mapper fitted without anchors converts the cache alone, with "
+            "`exact_prefix=0, exact_suffix=0`."
+        )
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != source.batch_size:
+        shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ConversionError(
+            f"`input_ids` is {shape}; expected the ids that the source has read, [{source.batch_size}, "
+            f"{source.num_tokens}] or longer."
+        )
+    if input_ids.shape[1] < source.num_tokens:
+        raise ConversionError(
+            f"`input_ids` holds {input_ids.shape[1]} tokens, the source cache {source.num_tokens}; expected the ids of "
+            "everything that the source has read, from the first token on."
+        )
+    return TargetSide(target, input_ids[:, : source.num_tokens], **numbers)
+
+
+def convert_entries(
+    mapper: "KVMapper",
+    source: SourceCache,
+    positions: Positions,
+    start: int,
+    stop: int,
+    held: DynamicCache,
+    side: TargetSide | None,
+    validate: bool,
+) -> Entries:
+    """
+    The target's entries of the tokens from `start` to `stop`.
+
+    By causality what the target reads itself at the beginning is exact; what it reads at the end is as good as the
+    converted tokens it attends to.
+
+    Args:
+        mapper ([`KVMapper`]): the maps.
+        source ([`SourceCache`]): of the whole context.
+        positions ([`Positions`]): of the whole context.
+        start (`int`): how many tokens `held` holds.
+        stop (`int`): the token after the last one.
+        held (`DynamicCache`): what the target has already.
+        side ([`TargetSide`], *optional*): what the target does itself.
+        validate (`bool`): whether to look for NaN and infinities.
+    """
+    if side is None:
+        return _mapped(mapper, source, positions, start, stop, None, validate)
+    parts: list[Entries] = []
+    native = _NativeReader(side, positions, _held_entries(held, start), start)
+    prefix = side.exact_prefix + (0 if positions.mask is None else _left_padding(positions.mask))
+    begin = min(max(prefix, start), stop) if side.exact_prefix else start
+    if begin > start:
+        parts.append(native.read(parts, start, begin))
+    end = max(stop - side.exact_suffix, begin)
+    if end > begin:
+        own, hidden = native.anchor(mapper, source, parts, begin, end)
+        mapped = _mapped(mapper, source, positions, begin, end, hidden, validate)
+        first = mapper.config.anchor_start
+        parts.append([*mapped[:first], *own, *mapped[first:]])
+    if stop > end:
+        parts.append(native.read(parts, end, stop))
+    return _joined(parts)
+
+
+class _NativeReader:
+    """Runs the target over ranges of the context, on top of what there is."""
+
+    def __init__(self, side: TargetSide, positions: Positions, held: Entries | None, start: int) -> None:
+        self._side, self._positions, self._held, self._start = side, positions, held, start
+
+    def read(self, parts: Sequence[Entries], start: int, stop: int) -> Entries:
+        """All layers."""
+        return _entries(run_native(self._side.model, *self._ids(start, stop), **self._given(parts, start, stop)))
+
+    def anchor(
+        self, mapper: "KVMapper", source: SourceCache, parts: Sequence[Entries], start: int, stop: int
+    ) -> tuple[Entries, Tensor | None]:
+        """The entries of the layers that the mapper leaves to the target, and the features of what they put out."""
+        config, model = mapper.config, self._side.model
+        if config.anchor_layers is None:
+            return [], None
+        layers = config.native_layers(len(config.support))
+        given = self._given(parts, start, stop, layers)
+        if config.anchor_start:
+            entry = mapper.predicted_stream(source, self._positions, start, stop)
+            run = run_block(
+                model,
+                *self._ids(start, stop),
+                entry,
+                start=config.anchor_start,
+                layers=config.anchor_layers,
+                **given,
+            )
+        else:
+            run = run_native(model, *self._ids(start, stop), layers=config.anchor_layers, **given)
+        return _entries(run), None if run.hidden is None else stream_features(run.hidden)
+
+    def _ids(self, start: int, stop: int) -> tuple[Tensor]:
+        return (self._side.input_ids[:, start:stop],)
+
+    def _given(self, parts: Sequence[Entries], start: int, stop: int, layers: range | None = None) -> dict[str, Any]:
+        before = [self._held, *parts] if self._held is not None else parts
+        past = _joined([entries if layers is None else [entries[i] for i in layers] for entries in before])
+        lengths = {keys.shape[2] for keys, _ in past}
+        if before and lengths != {start}:
+            raise ConversionError(
+                f"`into` holds the last {min(lengths)} of {start} tokens in a sliding-window layer, and the target has "
+                "to read on from all of them; expected a cache that has kept every token. Convert the whole context "
+                "again without `into`, or with a mapper without anchors."
+            )
+        return {
+            "past": past or None,
+            "attention_mask": None if self._positions.mask is None else self._positions.mask[:, :stop],
+            "position_ids": self._positions.target[:, start:stop],
+        }
+
+
+def _entries(run: NativeRun) -> Entries:
+    return list(zip(run.keys, run.values, strict=True))
+
+
+def _mapped(
+    mapper: "KVMapper",
+    source: SourceCache,
+    positions: Positions,
+    start: int,
+    stop: int,
+    hidden: Tensor | None,
+    validate: bool,
+) -> Entries:
+    """The entries that maps make: content from [`KVMapper.contents`], rotated, zero where there is padding."""
+    codec, here = mapper.codec("target"), positions.narrow(start, stop - start)
+    tables: dict[torch.device, Any] = {}
+    dtype = source.keys[0].dtype
+    entries: Entries = []
+    for index, keys, values in mapper.contents(source, positions, hidden, start, stop):
+        if keys.device not in tables:
+            # Once per device: the target may be spread over several.
+            tables[keys.device] = codec.tables(here.target, keys.device)
+        keys = codec.apply(keys, tables[keys.device], index)
+        if here.mask is not None:
+            # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
+            real = here.mask.to(keys.device)[:, None, :, None] != 0
+            keys, values = keys.where(real, 0), values.where(real, 0)
+        computed = keys.dtype
+        keys, values = keys.to(dtype), values.to(dtype)
+        if validate and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            raise ConversionError(
+                f"Target layer {index} comes out with NaN or infinite numbers ({dtype}, mapper in {computed}) "
+                "from a finite source cache; expected finite ones. If one of the two is float16, use bfloat16 or "
+                "float32, which don't overflow; otherwise the mapper's weights are damaged: load them again."
+            )
+        entries.append((keys, values))
+    return entries
+
+
+def _held_entries(cache: DynamicCache, start: int) -> Entries | None:
+    if not start:
+        return None
+    layers: list[Any] = list(cache.layers)
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def _left_padding(mask: Tensor) -> int:
+    return int((mask.cumsum(-1) == 0).sum(-1).max())
+
+
+def _joined(parts: Sequence[Entries]) -> Entries:
+    """The same layers' entries of consecutive ranges of tokens, in the dtype and on the device of the last range."""
+    if len(parts) <= 1:
+        return parts[0] if parts else []
+    joined: Entries = []
+    for pieces in zip(*parts, strict=True):
+        like = pieces[-1]
+        keys, values = (
+            torch.cat([piece[kind].to(like[kind].device, like[kind].dtype) for piece in pieces], dim=2)
+            for kind in (0, 1)
+        )
+        joined.append((keys, values))
+    return joined

@@ -1,0 +1,233 @@
+"""From statistics and a recipe to solved maps: as published, or chosen map by map on held-out data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .calibration import CalibrationStatistics, layer_scores, r2, select_layers, solve_ridge
+from .calibration.probes import greedy_entry_layers
+from .calibration.ridge import RidgeSolution, solve_entry
+from .calibration.selection import (
+    K_GRID,
+    LAMBDA_GRID,
+    AttentionScorer,
+    Candidate,
+    Key,
+    Space,
+    candidates,
+    choose,
+    supports_of,
+    total_error,
+)
+from .config import KVMapperConfig
+from .costs import LayerCost, conversion_cost, layer_costs
+from .errors import CalibrationError
+from .features import Support
+from .recipes import CONTEXT_LENGTH, MAX_COST, Recipe
+from .rope import RotaryCodec
+
+
+logger = logging.get_logger(__name__)
+
+# arXiv 2608.03893 chooses k per pair among these and "all layers".
+K_CANDIDATES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+_ENTRY_LAYERS = 4
+
+
+def mean(figures: list[float]) -> float:
+    """Of one figure per layer."""
+    return sum(figures) / len(figures)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The prediction of what enters the anchor."""
+
+    support: Support
+    weight: torch.Tensor
+    bias: torch.Tensor
+    r2: float
+
+
+@dataclass(frozen=True)
+class Solved:
+    solution: RidgeSolution
+    ridge_lambda: float | None
+    anchor: tuple[int, int] | None = None
+    entry: Entry | None = None
+    k_candidates: dict[str, float] = field(default_factory=dict)
+    selection: dict[str, Any] = field(default_factory=dict)
+
+
+def _native_layers(anchor: tuple[int, int] | None, depth: int) -> range:
+    return range(0) if anchor is None else range(anchor[0], min(sum(anchor) + 1, depth))
+
+
+def _depth_read(anchor: tuple[int, int] | None, depth: int) -> int | None:
+    return None if anchor is None or sum(anchor) >= depth else sum(anchor)
+
+
+def _solved_entry(statistics: CalibrationStatistics, start: int) -> Entry | None:
+    """Of a few source layers: the stream at one depth needs no more, and it is needed for every token."""
+    if not start:
+        return None
+    joint = statistics.layout.joint
+    layers = greedy_entry_layers(statistics, start, min(_ENTRY_LAYERS, statistics.source.num_layers), joint=joint)
+    support = Support(tuple(sorted(layers)), joint=joint)
+    return Entry(support, *solve_entry(statistics, start, support))
+
+
+def solve_published(statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig) -> Solved:
+    """One support of the same shape for all layers; a k that is left open is chosen by held-out R²."""
+    ridge_lambda = 0.01 if chosen.ridge_lambda is None else chosen.ridge_lambda
+    if chosen.chooses_anchor or chosen.max_cost is not None:
+        raise CalibrationError(
+            'The number of anchor layers and `max_cost` are weighed only by the preset "auto"; expected a whole number '
+            "of `anchor_layers` and no `max_cost` with a published preset."
+        )
+    scores, layers = layer_scores(statistics), statistics.source.num_layers
+    depth = statistics.target.num_layers
+    anchor = next(iter(chosen.anchors(depth)), None)
+    native, read_at = _native_layers(anchor, depth), _depth_read(anchor, depth)
+
+    def solve(k: Any, weighted: bool) -> RidgeSolution:
+        supports = [
+            Support(
+                tuple(read),
+                chosen.heads or "full",
+                bool(chosen.joint),
+                chosen.window,
+                read_at is not None and index > read_at,
+            )
+            if index not in native
+            else None
+            for index, read in enumerate(select_layers(scores, k))
+        ]
+        return solve_ridge(
+            statistics,
+            supports,
+            ridge_lambda,
+            torch.float32,
+            anchor_depth=read_at,
+            weighted=weighted,
+        )
+
+    start = anchor[0] if anchor is not None else 0
+    if chosen.k != "auto":
+        return Solved(solve(chosen.k, chosen.weighted), ridge_lambda, anchor, _solved_entry(statistics, start))
+    tried: dict[str, float] = {}
+    best: tuple[float, int, RidgeSolution] | None = None
+    for k in [*(k for k in K_CANDIDATES if k < layers), layers]:
+        solution = solve(k, False)
+        figures = r2(statistics, solution, "heldout")
+        tried[str(k)] = mean([*figures["keys_per_layer"], *figures["values_per_layer"]])
+        if best is None or tried[str(k)] > best[0]:
+            best = (tried[str(k)], k, solution)
+    if best is None:
+        raise CalibrationError("The source has no layers to choose from; expected at least one.")
+    logger.info(f"k = {best[1]} has the highest held-out R² ({best[0]:.3f}) among {tried}")
+    solution = solve(best[1], True) if chosen.weighted else best[2]
+    return Solved(solution, ridge_lambda, anchor, _solved_entry(statistics, start), k_candidates=tried)
+
+
+def solve_selected(statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig) -> Solved:
+    """Every map its own support and λ, chosen by held-out attention-output error; the anchor by the sum of them."""
+    layers, depth = statistics.source.num_layers, statistics.target.num_layers
+    scorer = AttentionScorer(statistics, RotaryCodec.from_config(config.model_config("target")))
+    costs = layer_costs(config.model_config("target"))
+    max_cost = MAX_COST if chosen.max_cost is None and chosen.chooses_anchor else chosen.max_cost
+    ks = {"auto": (*(k for k in K_GRID if k < layers), layers), "all": (layers,)}.get(chosen.k, (chosen.k,))
+    compared: list[dict[str, Any]] = []
+    best: tuple[float, Any, Any, dict[Key, Candidate], dict[Key, list[Candidate]]] | None = None
+    tried: list[tuple[int, int] | None] = [*chosen.anchors(depth)] or [None]
+    for anchor in tried:
+        native = _native_layers(anchor, depth)
+        entry = _solved_entry(statistics, anchor[0] if anchor is not None else 0)
+        space = Space(
+            ks,
+            LAMBDA_GRID if chosen.ridge_lambda is None else (chosen.ridge_lambda,),
+            ("full", "local") if chosen.heads is None else (chosen.heads,),
+            ((False, True) if statistics.layout.joint else (False,)) if chosen.joint is None else (chosen.joint,),
+            tuple(range(chosen.window + 1)),
+            ("ranked", "greedy") if chosen.order is None else (chosen.order,),
+            native,
+            _depth_read(anchor, depth),
+        )
+        fixed = _Fixed.of(costs, chosen, anchor, entry)
+        budget = None if max_cost is None else fixed.budget(max_cost)
+        if budget is not None and budget < 0 and chosen.chooses_anchor:
+            continue
+        found = candidates(statistics, scorer, space)
+        picked = choose(found, budget)
+        # A predicted stream leaves its own error in everything that the target makes of it.
+        error = total_error(picked) + (0 if entry is None else (1 - entry.r2) * 2 * len(native))
+        cost = fixed.share(sum(way.multiplications for way in picked.values()))
+        compared.append(
+            {
+                "anchor_start": None if anchor is None else anchor[0],
+                "anchor_layers": None if anchor is None else anchor[1],
+                "error": round(error, 6),
+                "cost": round(cost, 4),
+            }
+        )
+        if best is None or error < best[0]:
+            best = error, anchor, entry, picked, found
+    if best is None:
+        raise CalibrationError(
+            f"No anchor fits into {max_cost:.0%} of the prefill beside the exact prefix and suffix; expected room for "
+            "one. Allow a higher `max_cost`, or leave `anchor_layers` out."
+        )
+    _, anchor, entry, picked, found = best
+    supports, lambdas = supports_of(picked, depth)
+    solution = solve_ridge(statistics, supports, lambdas, torch.float32, anchor_depth=_depth_read(anchor, depth))
+    selection = {
+        "criterion": "held-out attention-output error",
+        "max_cost": max_cost,
+        "anchors": compared,
+        "chosen": [{"layer": key[0], "kind": key[1], **way.to_dict()} for key, way in picked.items()],
+        "rejected": [
+            {"layer": key[0], "kind": key[1], **way.to_dict()}
+            for key, ways in found.items()
+            for way in ways
+            if way != picked[key]
+        ],
+    }
+    one = set(lambdas.values())
+    return Solved(solution, one.pop() if len(one) == 1 else None, anchor, entry, selection=selection)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """What a conversion costs apart from its maps, at the context length at which costs are counted."""
+
+    flops: int
+    prefill: int
+    mapped_tokens: int
+
+    @classmethod
+    def of(
+        cls, costs: tuple[LayerCost, ...], chosen: Recipe, anchor: tuple[int, int] | None, entry: Entry | None
+    ) -> "_Fixed":
+        start, layers = (0, None) if anchor is None else anchor
+        cost = conversion_cost(
+            costs,
+            (),
+            CONTEXT_LENGTH,
+            anchor_layers=layers,
+            anchor_start=start,
+            exact_prefix=chosen.exact_prefix,
+            exact_suffix=chosen.exact_suffix,
+        )
+        mapped = max(CONTEXT_LENGTH - chosen.exact_prefix - chosen.exact_suffix, 0)
+        flops = cost.total + (0 if entry is None else 2 * entry.weight.numel() * mapped)
+        return cls(flops, cost.prefill, mapped)
+
+    def budget(self, max_cost: float) -> int:
+        """Multiplications per token that are left to the maps."""
+        return int((max_cost * self.prefill - self.flops) / (2 * max(self.mapped_tokens, 1)))
+
+    def share(self, multiplications: int) -> float:
+        """Of the prefill, with so many multiplications of the maps per token."""
+        return (self.flops + 2 * multiplications * self.mapped_tokens) / self.prefill
