@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.errors import CalibrationError, KVTransferError, MapperFileError, PairMismatchError
-from hf_kvtransfer.features import KINDS, Support
+from hf_kvtransfer.features import Support
 from hf_kvtransfer.training import (
     CachedFeatures,
     KVMapperTrainer,
@@ -291,13 +291,13 @@ class TestOverfit:
 class TestAnchored:
     def anchored(self, pair, family_tokenizer, start=0):
         """The target runs one of its own layers, and the maps of later ones read its output."""
-        plain, anchored = {"layers": [0, 1]}, {"layers": [2, 3], "anchor": True}
-        supports = [None if start <= index <= start + 1 else plain if index < start else anchored for index in range(6)]
-        config = copy.deepcopy(KVMapper.for_pair(*pair, tokenizer=family_tokenizer).config)
-        config.anchor_layers, config.anchor_start = 1, start
-        config.entry = Support((1, 2)).to_dict() if start else None
-        config.support = [entry and {kind: Support.from_dict(entry).to_dict() for kind in KINDS} for entry in supports]
-        mapper = KVMapper(config)
+        plain, anchored = Support((0, 1)), Support((2, 3), anchor=True)
+        native = range(start, start + 2)
+        support = [None if i in native else plain if i < start else anchored for i in range(6)]
+        entry = Support((1, 2)).to_dict() if start else None
+        mapper = KVMapper.for_pair(
+            *pair, tokenizer=family_tokenizer, support=support, anchor_layers=1, anchor_start=start, entry=entry
+        )
         if start:
             torch.nn.init.normal_(mapper.entry.weight, std=0.02)
         return mapper
@@ -305,9 +305,7 @@ class TestAnchored:
     @pytest.mark.parametrize("start", [0, 2])
     def test_trains_with_its_own_target(self, pair, rows, features, plain_features, family_tokenizer, tmp_path, start):
         args = arguments(tmp_path, learning_rate=1e-2, max_steps=6, save_strategy="steps", save_steps=6, **ALL)
-        running, trainer = train(
-            None, args, pair, mapper=self.anchored(pair, family_tokenizer, start), train_dataset=rows
-        )
+        running, _ = train(None, args, pair, mapper=self.anchored(pair, family_tokenizer, start), train_dataset=rows)
         trained = [name for name, parameter in running.named_parameters() if parameter.requires_grad]
         assert all(running.get_parameter(name).any() for name in trained)
         assert len(trained) == 4 * 4  # weights and biases of keys and values of four layers

@@ -59,8 +59,8 @@ def capture_batch(
     Returns:
         `tuple[dict[str, torch.Tensor], list[QueryRecord]]`: first the four of [`FEATURES`] in the models' dtypes, keys
         rotated as they were cached; with queries, `queries` of shape `[batch, queries, width]`; with an anchor,
-        `hidden` of shape `[batch, tokens, hidden_size + 1]`, its output as features in float32. Then, with queries, how each
-        layer of the target attends.
+        `hidden` of shape `[batch, tokens, hidden_size + 1]`, its output as features in float32. Then, with queries,
+        how each layer of the target attends.
     """
     batch: dict[str, Tensor] = {}
     attention: list[QueryRecord] = []
@@ -89,11 +89,14 @@ def anchor_output(target: nn.Module, input_ids: Tensor, layers: int) -> Tensor:
     Raises:
         [`CalibrationError`]: if these are all of its layers.
     """
-    hidden = run_native(target, input_ids, layers=layers).hidden
+    return _features(run_native(target, input_ids, layers=layers).hidden, layers)
+
+
+def _features(hidden: Tensor | None, layers: int) -> Tensor:
     if hidden is None:
         raise CalibrationError(
-            f"An anchor of {layers} layers is all of the target, and leaves nothing to map; expected fewer. Lower "
-            "`anchor_layers`."
+            f"An anchor of {layers} layers reaches the end of the target, and leaves nothing after it to map; expected "
+            "fewer. Lower `anchor_layers`."
         )
     return stream_features(hidden)
 
@@ -110,7 +113,7 @@ def anchor_output_of(mapper: KVMapper, target: nn.Module, input_ids: Tensor, sou
     positions = counted_positions(source.num_tokens, source.keys[0].device)
     entry = mapper.predicted_stream(source, positions, 0, source.num_tokens)
     run = run_block(target, input_ids, entry, start=config.anchor_start, layers=layers)
-    return stream_features(run.hidden)
+    return _features(run.hidden, layers)
 
 
 def source_cache(batch: dict[str, Any], geometry: ModelGeometry) -> SourceCache:

@@ -183,7 +183,8 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
             differences += [f"{side} model: {difference}" for difference in found]
         if config.tokenizer_fingerprint not in (None, self.manifest["tokenizer_fingerprint"]):
             differences.append("another tokenizer")
-        if self.anchor_layers is not None and (config.anchor_layers, config.anchor_start) != (self.anchor_layers, 0):
+        anchors = (config.anchor_layers, config.anchor_start), (self.anchor_layers, 0)
+        if None not in (config.anchor_layers, self.anchor_layers) and anchors[0] != anchors[1]:
             differences.append(f"read with an anchor of {self.anchor_layers} layers, which is not the mapper's")
         if differences:
             raise PairMismatchError(
