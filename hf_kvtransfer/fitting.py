@@ -67,8 +67,9 @@ def fit_mapper(
             The recipe. `"auto"` chooses, for the keys and the values of every target layer, what they read and λ by
             held-out attention-output error. `"heo2026"` is arXiv 2608.03893, `"cachebridge2026"` arXiv 2609.00891.
         k (`int`, `"all"` or `"auto"`, *optional*):
-            How many source layers each map reads. `"auto"`, the default of all presets, takes the one with the highest
-            held-out R² among the paper's values, except with the preset `"auto"`, which chooses for each map.
+            How many source layers each map reads; 0, which leaves the anchor alone, with `anchor_layers`. `"auto"`,
+            the default of all presets, takes the one with the highest held-out R² among the paper's values, except
+            with the preset `"auto"`, which chooses for each map.
         ridge_lambda (`float`, *optional*): λ, on the unnormalised Gram matrix; 0.01 in the published presets.
         heads (`"full"` or `"local"`, *optional*): whether a target head reads all source heads, or its own.
         joint (`bool`, *optional*): whether keys and values are both read to make either.
@@ -87,7 +88,9 @@ def fit_mapper(
         max_cost (`float`, *optional*):
             What a conversion may cost, as a share of the target's prefill of 1,024 tokens, in floating-point
             operations; of the preset `"auto"` only. No limit by default, 0.4 with `anchor_layers="auto"`.
-        exact_prefix (`int`, *optional*): first tokens of a context that the target reads itself; 0 by default.
+        exact_prefix (`int`, *optional*):
+            First tokens of a context that the target reads itself, which attention falls back on. 4 by default with the
+            preset `"auto"` and an anchor, else none.
         exact_suffix (`int`, *optional*): last tokens that it reads itself on top of the converted ones; 0 by default.
         statistics_dir (`str` or `os.PathLike`, *optional*):
             Where the statistics are kept while they grow and afterwards. A fit that was interrupted goes on from there.
@@ -189,7 +192,7 @@ def mapper_from_statistics(
         source_geometry=statistics.source.to_dict(),
         target_geometry=statistics.target.to_dict(),
         preset=preset,
-        exact_prefix=chosen.exact_prefix,
+        exact_prefix=chosen.tokens_before,
         exact_suffix=chosen.exact_suffix,
         tokenizer_fingerprint=statistics.tokenizer_fingerprint,
         calibration={**statistics.calibration, "tokens": statistics.tokens},
@@ -217,8 +220,10 @@ def mapper_from_statistics(
 
 def _check_layers(chosen: Recipe, source: ModelGeometry, target: ModelGeometry) -> None:
     k, anchor = chosen.k, chosen.anchor_layers
+    # With an anchor from the embedding on, the source can be left out: the control that shows what it adds.
+    least = 0 if anchor is not None and chosen.anchor_start == 0 else 1
     if k not in ("all", "auto") and not (
-        isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= source.num_layers
+        isinstance(k, int) and not isinstance(k, bool) and least <= k <= source.num_layers
     ):
         raise CalibrationError(
             f'k is {k!r}, expected "auto", "all" or a whole number from 1 to {source.num_layers}, the number of source '

@@ -15,6 +15,7 @@ MAX_COST = 0.4
 """Share of the target's prefill that a recipe may cost when the number of anchor layers is to be chosen."""
 
 _SAMPLE_TOKENS = 2048
+_EXACT_PREFIX = 4
 # Shares of the target's layers among which the depth of the anchor is chosen.
 _ANCHOR_SHARES = (0.0, 1 / 12, 1 / 6, 1 / 4, 1 / 3)
 
@@ -41,7 +42,9 @@ class Recipe:
             the first of these layers, or among which to choose. Above 0 what enters it is predicted from the source.
         max_cost (`float`, *optional*):
             What a conversion may cost, as a share of the target's prefill at 1,024 tokens.
-        exact_prefix (`int`, *optional*, defaults to 0): first tokens that the target reads itself.
+        exact_prefix (`int`, *optional*):
+            first tokens that the target reads itself. By default 4 where the recipe selects and has an anchor, since
+            the first tokens are what attention falls back on; none elsewhere.
         exact_suffix (`int`, *optional*, defaults to 0): last tokens that the target reads itself.
     """
 
@@ -56,7 +59,7 @@ class Recipe:
     anchor_layers: Any = None
     anchor_start: Any = 0
     max_cost: float | None = None
-    exact_prefix: int = 0
+    exact_prefix: int | None = None
     exact_suffix: int = 0
 
     def layout(self, source: ModelGeometry, target: ModelGeometry, memory: int | None = None) -> FeatureLayout:
@@ -70,7 +73,9 @@ class Recipe:
         """
         anchors = self.anchors(target.num_layers)
         depths = {start + count for start, count in anchors} | {start for start, _ in anchors if start}
-        separate = FeatureLayout(False, self.window, tuple(sorted(depths - {target.num_layers})))
+        depths -= {target.num_layers}
+        # What is never mapped has no say in how the rest is.
+        separate = FeatureLayout(False, self.window, tuple(sorted(depths)), self.tokens_before)
         joint = replace(separate, joint=True)
         if self.joint is not None:
             return joint if self.joint else separate
@@ -78,6 +83,13 @@ class Recipe:
         # Two splits in float64, and as much again while a system is solved.
         needed = 8 * 3 * width * (width + joint.target_width(target))
         return joint if self.selects and (memory is None or needed <= memory) else separate
+
+    @property
+    def tokens_before(self) -> int:
+        """How many of the first tokens the target reads itself."""
+        if self.exact_prefix is not None:
+            return self.exact_prefix
+        return _EXACT_PREFIX if self.selects and self.anchor_layers is not None else 0
 
     @property
     def sample_tokens(self) -> int:
@@ -151,7 +163,7 @@ def _checked(given: Recipe) -> Recipe:
                 f"{name} is {getattr(given, name)!r}, expected {' or '.join(repr(c) for c in choices if c)}."
             )
     for name in ("window", "exact_prefix", "exact_suffix"):
-        if not _is_count(getattr(given, name)):
+        if getattr(given, name) is not None and not _is_count(getattr(given, name)):
             raise CalibrationError(f"{name} is {getattr(given, name)!r}, expected a whole number of tokens, 0 or more.")
     anchor, start = given.anchor_layers, given.anchor_start
     if anchor not in (None, "auto") and not (_as_list(anchor) and all(map(_is_count, _as_list(anchor)))):

@@ -103,7 +103,7 @@ def solve_published(statistics: CalibrationStatistics, chosen: Recipe, config: K
             )
             if index not in native
             else None
-            for index, read in enumerate(select_layers(scores, k))
+            for index, read in enumerate(select_layers(scores, k) if k else [[]] * depth)
         ]
         return solve_ridge(
             statistics,
@@ -217,10 +217,10 @@ class _Fixed:
             CONTEXT_LENGTH,
             anchor_layers=layers,
             anchor_start=start,
-            exact_prefix=chosen.exact_prefix,
+            exact_prefix=chosen.tokens_before,
             exact_suffix=chosen.exact_suffix,
         )
-        mapped = max(CONTEXT_LENGTH - chosen.exact_prefix - chosen.exact_suffix, 0)
+        mapped = max(CONTEXT_LENGTH - chosen.tokens_before - chosen.exact_suffix, 0)
         flops = cost.total + (0 if entry is None else 2 * entry.weight.numel() * mapped)
         return cls(flops, cost.prefill, mapped)
 

@@ -83,6 +83,7 @@ def capture_content(
     input_ids: torch.Tensor,
     *,
     stride: int = 4,
+    skip: int = 0,
     window: int = 0,
     hidden_at: Sequence[int] = (),
     on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
@@ -97,6 +98,7 @@ def capture_content(
         codec (`RotaryCodec`): The model's own, from `RotaryCodec.from_model`.
         input_ids (`torch.Tensor` of shape `[batch, tokens]`): Token ids without padding, on any device.
         stride (`int`, *optional*, defaults to 4): Tokens 0, `stride`, 2 · `stride`, … of every row are kept.
+        skip (`int`, *optional*, defaults to 0): So many tokens at the start of every row are left out.
         window (`int`, *optional*, defaults to 0): How many previous tokens of each kept one are returned as well.
         hidden_at (`Sequence[int]`, *optional*): Layers whose input is returned as well, as features.
         on_layer (`Callable`, *optional*):
@@ -108,10 +110,10 @@ def capture_content(
     Raises:
         CalibrationError: If the cache has values that aren't finite.
     """
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or stride < 1:
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or stride < 1 or input_ids.shape[1] <= skip:
         raise CalibrationError(
             f"Got input_ids of shape {list(input_ids.shape)} and stride {stride}, expected [batch, tokens] with at "
-            "least one token, and a stride of at least 1."
+            f"least one token beyond the first {skip}, and a stride of at least 1."
         )
     decoder = decoder_of(model)
     ids = input_ids.to(embedding_weight(model).device)
@@ -122,25 +124,25 @@ def capture_content(
         torch.inference_mode(),
         evaluation_mode(model),
         torch.autocast(ids.device.type, enabled=False),
-        _hidden_states(decoder, hidden_at, stride) as hidden,
+        _hidden_states(decoder, hidden_at, slice(skip, None, stride)) as hidden,
     ):
         decoder(input_ids=ids, use_cache=True, **{cache_keyword(decoder): cache})
     # Outside inference mode, so that what is returned can be trained on.
-    content = _flattened(cache, codec, ids.shape, stride, window, on_layer)
+    content = _flattened(cache, codec, ids.shape, slice(skip, None, stride), window, on_layer)
     with torch.no_grad():
         content.hidden = [hidden[layer].to(content.keys.device).flatten(0, 1).clone() for layer in hidden_at]
     return content
 
 
 @contextmanager
-def _hidden_states(decoder: Any, layers: Sequence[int], stride: int) -> Iterator[dict[int, torch.Tensor]]:
+def _hidden_states(decoder: Any, layers: Sequence[int], kept: slice) -> Iterator[dict[int, torch.Tensor]]:
     """Notes the input of some decoder layers during a forward pass, of the kept tokens, as features."""
     noted: dict[int, torch.Tensor] = {}
 
     def note(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = arguments[0] if arguments else keywords["hidden_states"]
-            noted[layer] = stream_features(states[:, ::stride])
+            noted[layer] = stream_features(states[:, kept])
 
         return hook
 
@@ -157,13 +159,13 @@ def _flattened(
     cache: DynamicCache,
     codec: RotaryCodec,
     shape: torch.Size,
-    stride: int,
+    every: slice,
     window: int,
     on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] | None,
 ) -> Content:
     batch, tokens = shape
     # The same for every row; first the kept tokens, then those before each.
-    kept = torch.arange(0, tokens, stride)
+    kept = torch.arange(tokens)[every]
     wanted = [(kept - lag).clamp(min=0)[None] for lag in range(window + 1)]
     widths = [layer.keys.shape[1] * layer.keys.shape[3] for layer in cache.layers]
     rows, device = batch * len(kept), cache.layers[0].keys.device
@@ -179,7 +181,7 @@ def _flattened(
             # Once per device the model is spread over.
             tables[here] = [codec.tables(positions.to(here), here) for positions in wanted]
         for (keys, values), positions, table in zip(parts, wanted, tables[here], strict=True):
-            chosen = slice(None, None, stride) if positions is wanted[0] else positions[0].to(here)
+            chosen = every if positions is wanted[0] else positions[0].to(here)
             content = codec.remove(layer.keys[:, :, chosen], table, index)
             keys[:, start : start + width].copy_(content.transpose(1, 2).reshape(rows, width))
             values[:, start : start + width].copy_(layer.values[:, :, chosen].transpose(1, 2).reshape(rows, width))

@@ -297,9 +297,11 @@ class _Reading:
         heldout = [row for row in range(rows) if _is_heldout(first + row, self.heldout_fraction)]
         fit = [row for row in range(rows) if row not in heldout]
         weights = None
-        read = capture_content(self.source, self.codecs[0], ids, stride=self.stride, window=layout.window)
+        read = capture_content(
+            self.source, self.codecs[0], ids, stride=self.stride, skip=layout.skip, window=layout.window
+        )
         if self.attention_rows and fit:
-            weights = AttentionRows(self.target, ids.shape[1], self.stride)
+            weights = AttentionRows(self.target, ids.shape[1], slice(layout.skip, None, self.stride))
             with weights.recording() as on_layer:
                 predicted = self._capture_target(ids, layout, on_layer)
         else:
@@ -318,7 +320,9 @@ class _Reading:
 
     def _capture_target(self, ids: torch.Tensor, layout: FeatureLayout, on_layer: Any = None) -> Content:
         codec, depths = self.codecs[1], layout.anchors
-        return capture_content(self.target, codec, ids, stride=self.stride, hidden_at=depths, on_layer=on_layer)
+        return capture_content(
+            self.target, codec, ids, stride=self.stride, skip=layout.skip, hidden_at=depths, on_layer=on_layer
+        )
 
 
 def _is_heldout(index: int, fraction: float) -> bool:

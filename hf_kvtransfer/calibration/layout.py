@@ -28,6 +28,8 @@ class FeatureLayout:
         joint (`bool`, *optional*, defaults to `False`):
             Sum keys and values in one system, so that maps can read both; twice the memory.
         window (`int`, *optional*, defaults to 0): Previous tokens whose features are summed too.
+        skip (`int`, *optional*, defaults to 0):
+            Tokens at the start of every sequence that are left out, as the target will read them itself.
         anchors (`tuple[int, ...]`, *optional*):
             Depths of the target: the residual stream that enters these layers is summed too, as features.
     """
@@ -35,6 +37,7 @@ class FeatureLayout:
     joint: bool = False
     window: int = 0
     anchors: tuple[int, ...] = ()
+    skip: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -22,11 +22,11 @@ class AttentionRows:
     Args:
         target (`torch.nn.Module`): The model whose attention it is.
         tokens (`int`): Of each row.
-        stride (`int`): Tokens 0, `stride`, 2 · `stride`, … are kept.
+        kept (`slice`): Which of them are summed.
     """
 
-    def __init__(self, target: nn.Module, tokens: int, stride: int) -> None:
-        self._target, self._stride = target, stride
+    def __init__(self, target: nn.Module, tokens: int, kept: slice) -> None:
+        self._target, self._kept = target, kept
         self._positions = boundaries(tokens)
         # Per layer and kind `[batch, kv_heads, kept tokens]`.
         self._weights: dict[tuple[int, str], torch.Tensor] = {}
@@ -38,7 +38,7 @@ class AttentionRows:
 
             def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
                 for kind, weights in zip(KINDS, row_weights(records[layer], keys, values), strict=True):
-                    self._weights[layer, kind] = weights[:, :, :: self._stride].cpu()
+                    self._weights[layer, kind] = weights[:, :, self._kept].cpu()
 
             yield on_layer
 

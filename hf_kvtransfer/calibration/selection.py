@@ -219,7 +219,7 @@ def _supports(
     anchored = depth is not None
     if anchored:
         yield Support((), anchor=True), "all"
-    ks = [k for k in space.ks if k < layers]
+    ks = [k for k in space.ks if 0 < k < layers]
     for joint in space.joint:
         orders: list[tuple[str, Callable[[int], Sequence[int]]]] = []
         if ranked is not None:
