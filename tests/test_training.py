@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors import safe_open
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_kvtransfer import KVMapper
+from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.errors import CalibrationError, KVTransferError, MapperFileError, PairMismatchError
 from hf_kvtransfer.features import Support
 from hf_kvtransfer.training import (
@@ -244,11 +246,21 @@ class TestTrainerLaws:
             assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         assert {name.split(".")[0] for name, _ in trainer.model.named_parameters()} == {"mapper"}
 
-    def test_the_card_of_a_trained_mapper_can_be_written(self, fitted, plain_features, tmp_path):
-        _, trainer = train(fitted, arguments(tmp_path), train_dataset=plain_features)
-        trainer.save_model()
-        trainer.create_model_card(model_name="trained")
-        assert "trained" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    def test_what_is_pushed_is_the_mapper(self, fitted, plain_features, tmp_path, monkeypatch):
+        """Up to the network, which takes a folder."""
+        pushed = []
+
+        def upload(*args, folder_path, **kwargs):
+            pushed.append(folder_path)
+
+        monkeypatch.setattr(HfApi, "upload_folder", upload)
+        # Releases before 5.20 or so use a function.
+        monkeypatch.setattr("transformers.trainer.upload_folder", upload, raising=False)
+        mapper, trainer = train(fitted, arguments(tmp_path), train_dataset=plain_features)
+        trainer.hub_model_id = "me/small-to-large"
+        trainer.push_to_hub()
+        assert_same(KVMapper.from_pretrained(pushed[0]), mapper)
+        assert (tmp_path / "README.md").is_file()
 
 
 class TestOverfit:
@@ -396,3 +408,26 @@ class TestRefusals:
         file.write_bytes(bytes(content))
         with pytest.raises(MapperFileError):
             train(fitted, args, resume=True, train_dataset=plain_features)
+
+
+class TestKL:
+    @pytest.mark.parametrize("exact", [{}, {"exact_prefix": 3, "exact_suffix": 2}], ids=["mapped", "partly exact"])
+    def test_is_that_of_convert(self, fitted, pair, rows, plain_features, exact):
+        """The target on what `convert` gives, against the target without any cache."""
+        mapper = KVMapper(copy.deepcopy(fitted.config))
+        mapper.load_state_dict(fitted.state_dict())
+        for name, value in exact.items():
+            setattr(mapper.config, name, value)
+        source, target = pair
+        ids = rows.rows[:2]
+        module = KVTransferModule(mapper, LossWeights(0, 0, 1), shortest_context=4, longest_continuation=8)
+        batch = {name: torch.stack([plain_features[i][name] for i in range(2)]) for name in plain_features[0]}
+        with torch.no_grad():
+            found = module.eval()(**batch, target=target)
+            itself = {"target": target, "input_ids": ids[:, :16]} if exact else {}
+            cache = mapper.convert(source(ids[:, :16]), hold_back=0, **itself)
+            given = target(ids[:, 16:24], **{cache_keyword(target): cache}).logits.log_softmax(-1)
+            expected = target(ids[:, :24]).logits[:, 16:].log_softmax(-1)
+        divergence = (expected.exp() * (expected - given)).sum(-1).mean(-1)
+        torch.testing.assert_close(found.kl, divergence, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found.agreement, (given.argmax(-1) == expected.argmax(-1)).float().mean(-1))

@@ -9,8 +9,10 @@ from .._compat import cache_keyword
 from ..appending import extend_cache
 from ..cache import TransferredCache
 from ..calibration.attention import QueryRecord, attention_output, attention_probabilities
+from ..conversion import TargetSide, convert_entries
 from ..mapper import KVMapper
 from ..source import SourceCache
+from .batches import counted_positions
 from .handover import HandOver
 
 
@@ -62,7 +64,7 @@ def next_token_divergence(
     what is mapped; what the target reads itself, as an exact suffix, carries none.
 
     Args:
-        mapper ([`KVMapper`]): in training mode, if gradients are wanted.
+        mapper ([`KVMapper`]): the maps.
         target (`PreTrainedModel`): frozen, in evaluation mode.
         input_ids (`torch.Tensor` of shape `[batch, tokens]`): the rows.
         source ([`SourceCache`]): of the rows.
@@ -75,15 +77,18 @@ def next_token_divergence(
     """
     context, continuation = handover
     fed = input_ids[:, context : context + continuation]
-    before = source.narrow(0, context)
-    itself: dict[str, Any] = {}
-    if mapper.config.needs_target:
-        itself = {"target": target, "input_ids": input_ids[:, :context]}
-    pairs = list(zip(before.keys, before.values, strict=True))
-    converted = mapper.convert(pairs, hold_back=0, validate=False, **itself)
+    config = mapper.config
+    side = None
+    if config.needs_target:
+        side = TargetSide(target, input_ids[:, :context], config.exact_prefix, config.exact_suffix)
+    before, positions = source.narrow(0, context), counted_positions(context, input_ids.device)
+    # What `convert` does, without checking the target again in every step.
+    converted = TransferredCache.for_geometry(config.geometry("target"))
+    entries = convert_entries(mapper, before, positions, 0, context, converted, side, validate=False)
     # Both caches take on the dtype and devices of the target, whatever the features were stored in.
-    own = TransferredCache.for_geometry(mapper.config.geometry("target"))
-    for index, (keys, values) in enumerate(zip(*native, strict=True)):
+    own = TransferredCache.for_geometry(config.geometry("target"))
+    for index, (mapped, keys, values) in enumerate(zip(entries, *native, strict=True)):
+        extend_cache(converted, index, *mapped)
         extend_cache(own, index, keys[:, :, :context], values[:, :, :context])
     # A frozen model computes in its own precision; mixed precision is for the maps.
     with torch.autocast(fed.device.type, enabled=False):
