@@ -67,10 +67,12 @@ def compare_generations(
         )
     # Every way holds the last token back, as a converted cache does, so that all three do the same work after prefill.
     source_cache = prefill(source, inputs.input_ids.to(_device(source)))
+    # The target reads a part of the prompt itself only where the mapper was made for that.
+    given = {"input_ids": inputs.input_ids.to(_device(target)), "target": target} if mapper.config.needs_target else {}
     ways: list[tuple[str, nn.Module, Any]] = [
         ("source alone", source, lambda: prefill(source, inputs.input_ids[:, :-1].to(_device(source)))),
         ("target native", target, lambda: prefill(target, inputs.input_ids[:, :-1].to(_device(target)))),
-        ("transferred", target, lambda: mapper.convert(source_cache)),
+        ("transferred", target, lambda: mapper.convert(source_cache, **given)),
     ]
     for side in ("source", "target"):
         mapper.codec(side)  # built once per process, and no part of a conversion

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .costs import conversion_flops
 from .errors import KVTransferError
 from .evaluation import (
     answer_questions,
@@ -14,6 +15,7 @@ from .evaluation import (
     gap_recovered,
     prefix_nll,
     read_questions,
+    transfer,
 )
 from .loading import load_model, load_tokenizer
 from .mapper import KVMapper
@@ -22,6 +24,8 @@ from .tables import percent, table
 
 _FOLDER = Path("examples") / "tiny_family"
 _PREFIX_TOKENS = 128
+_PUBLISHED = "published ridge"
+_ALONE = "anchor alone"
 
 
 def find_family(folder: str | None = None) -> Path:
@@ -75,30 +79,51 @@ def run_demo(
     say(f"Source: {source_name}, {_described(source)}.  Target: {target_name}, {_described(target)}.")
 
     fitting = time.perf_counter()
-    mapper = KVMapper.fit(
-        source,
-        target,
-        str(family / "data" / "calibration.jsonl"),
-        tokenizer=tokenizer,
-        sequence_length=256,
-        num_sequences=sequences,
-        token_stride=2,
-    )
-    r2 = mapper.config.scores["r2"]["heldout"]
-    say(
-        f"Fitted on {mapper.config.calibration['tokens']['fit']:,} tokens in {time.perf_counter() - fitting:.0f} s: "
-        f"preset {mapper.config.preset}, k = {mapper.config.k}, {mapper.num_parameters() / 1e6:.1f} M parameters, "
-        f"held-out R² {r2['keys_mean']:.2f} (keys) and {r2['values_mean']:.2f} (values)."
-    )
     with tempfile.TemporaryDirectory() as folder:
-        mapper.save_pretrained(folder)
-        mapper = KVMapper.from_pretrained(folder)
+        statistics = Path(folder) / "statistics"
+        # Without an exact prefix, so that the published recipe is solved from the same sums.
+        mapper = KVMapper.fit(
+            source,
+            target,
+            str(family / "data" / "calibration.jsonl"),
+            tokenizer=tokenizer,
+            anchor_layers=1,
+            exact_prefix=0,
+            sequence_length=256,
+            num_sequences=sequences,
+            token_stride=2,
+            statistics_dir=statistics,
+        )
+        say(
+            f"Calibrated on {mapper.config.calibration['tokens']['fit']:,} tokens and solved in "
+            f"{time.perf_counter() - fitting:.0f} s."
+        )
+        published = KVMapper.from_statistics(statistics, preset="heo2026")
+        alone = KVMapper.from_statistics(statistics, anchor_layers=1, exact_prefix=0, k=0)
+        mapper.save_pretrained(Path(folder) / "mapper")
+        mapper = KVMapper.from_pretrained(Path(folder) / "mapper")
     mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
+    costs = {
+        name: conversion_flops(one.config, _PREFIX_TOKENS).share_of_prefill
+        for name, one in (("transferred", mapper), (_PUBLISHED, published), (_ALONE, alone))
+    }
+    for name, one in (("transferred", mapper), (_PUBLISHED, published), (_ALONE, alone)):
+        r2 = one.config.scores["r2"]["heldout"]
+        say(
+            f"{name}: preset {one.config.preset}, k = {one.config.k}, anchor layers {one.config.anchor_layers}, "
+            f"{one.num_parameters() / 1e6:.1f} M parameters, held-out R² {r2['keys_mean']:.2f} (keys) and "
+            f"{r2['values_mean']:.2f} (values)."
+        )
 
     questions = _first_of_each_kind(read_questions(family / "data" / "questions.jsonl"), questions_per_kind)
     kinds = list(dict.fromkeys(question.kind for question in questions))
     text = (family / "data" / "text_test.txt").read_text(encoding="utf-8")
     ways = conditions(source, target, mapper)
+    place = [way.name for way in ways].index("transferred") + 1
+    ways[place:place] = [
+        transfer(_PUBLISHED, source, target, published),
+        transfer(_ALONE, source, target, alone),
+    ]
     answers = answer_questions(ways, questions, tokenizer)
     readings = prefix_nll(ways, text, tokenizer, prefix=_PREFIX_TOKENS, max_chunks=40)
 
@@ -114,9 +139,10 @@ def run_demo(
                 f"{asked.mean_nll():.2f}",
                 f"{read.mean_nll():.3f}",
                 f"{1000 * read.median_seconds():.1f}",
+                percent(costs[way.name]) if way.name in costs else "100 %" if way.name == "target native" else "",
             ]
         )
-    say(table(["who answers", *kinds, "all", "answer NLL", "text NLL", "ms"], rows))
+    say(table(["who answers", *kinds, "all", "answer NLL", "text NLL", "ms", "cost"], rows))
     figures = {
         way.name: {
             "accuracy": answers[way.name].accuracy(),
@@ -145,7 +171,8 @@ def _legend(questions: list[Any], figures: dict[str, dict[str, float]]) -> str:
             f"\nAccuracy: the answer is the most likely token of the whole vocabulary; guessing among the places named "
             f"would give {percent(chance)}.",
             "NLL in nats, per answer and per token of text. ms: median time until the answering side has the cache of "
-            "a prefix — its own prefill, or the conversion of a source cache that exists already.",
+            "a prefix — its own prefill, or the conversion of a source cache that exists already. cost: of that in "
+            "floating-point operations, as a share of the target's prefill.",
             "What the transfer keeps:",
             *shares,
             f"  In words: {_verdict(figures)}",
@@ -156,11 +183,21 @@ def _legend(questions: list[Any], figures: dict[str, dict[str, float]]) -> str:
 def _verdict(figures: dict[str, dict[str, float]]) -> str:
     """What the table says of look-ups, which R² and perplexity hide."""
     accuracy = {name: values["accuracy"] for name, values in figures.items()}
-    kept = accuracy["transferred"] - accuracy["different document"]
+    sentences = [_told(accuracy, "transferred"), f"With the {_PUBLISHED}, {_told(accuracy, _PUBLISHED)}"]
+    if accuracy[_ALONE] >= accuracy["transferred"]:
+        sentences.append(
+            "The anchor alone answers as many look-ups as the transfer does: on this pair its own first layer is what "
+            "brings them back, and the source's cache adds nothing to them."
+        )
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+def _told(accuracy: dict[str, float], name: str) -> str:
+    kept = accuracy[name] - accuracy["different document"]
     worth = accuracy["target native"] - accuracy["different document"]
     if kept < 0.1 * worth:
-        return "look-ups are lost. The target answers as if it had been given a different document."
-    if accuracy["transferred"] < accuracy["source alone"]:
+        return "look-ups are lost: the target answers as if it had been given a different document."
+    if accuracy[name] < accuracy["source alone"]:
         return "some look-ups survive, but the source alone answers more of them."
     return "look-ups survive, and the target answers more of them than the source alone."
 

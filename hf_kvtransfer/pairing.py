@@ -1,6 +1,7 @@
 """Telling whether a mapper meets the checkpoints and the tokenizer that it was fitted for."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ _TENSORS_PER_LAYER = 3
 _ADAPTERS = "adapters"
 # Loading in float16 or bfloat16 moves a weight by up to 2⁻⁸ of its size; another checkpoint moves it by all of it.
 _TOLERANCE = 0.02
+
+# The geometries that a model was found to have, in which dtype. Reading one takes many times as long as comparing
+# weights does.
+_read: "WeakKeyDictionary[nn.Module, list[tuple[ModelGeometry, torch.dtype | None]]]" = WeakKeyDictionary()
 
 # Nothing of a configuration that depends on where or how a checkpoint was loaded belongs into a mapper.
 _NOT_OF_THE_MODEL = (
@@ -121,7 +126,10 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
             f"`{side}` is a {type(model).__name__}; expected the loaded {side} model. Load it with "
             "`AutoModelForCausalLM.from_pretrained`, or leave the argument out to skip the check."
         )
-    given = ModelGeometry.from_model(model)
+    # A structure that has been read stays; weights can be loaded into it at any time, and are compared each time.
+    read = expected, next((parameter.dtype for parameter in model.parameters()), None)
+    is_known = read in _read.get(model, [])
+    given = expected if is_known else ModelGeometry.from_model(model)
     differences = expected.differences(given)
     stored = getattr(config, f"{side}_weights")
     if not differences and stored:
@@ -132,7 +140,9 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
             f"({expected.checkpoint or expected.model_type}): {'; '.join(differences)}. Use the mapper of this pair, "
             "or fit one; to go on unchecked, give `convert` the cache alone."
         )
-    RotaryCodec.from_model(model)  # compares the frequencies it holds with those of its configuration
+    if not is_known:
+        RotaryCodec.from_model(model)  # compares the frequencies it holds with those of its configuration
+        _read.setdefault(model, []).append(read)
 
 
 def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:

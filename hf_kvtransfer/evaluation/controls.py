@@ -98,7 +98,10 @@ def transfer(
     def read(context: Tensor, other: Tensor) -> tuple[Any, float]:
         ids = other if different else context
         cache = prefill(source, ids)
-        return _timed(lambda: mapper.convert(cache) if convert is None else convert(mapper, cache, ids))
+        if convert is not None:
+            return _timed(lambda: convert(mapper, cache, ids))
+        given = {"input_ids": ids, "target": target} if mapper.config.needs_target else {}
+        return _timed(lambda: mapper.convert(cache, **given))
 
     return Condition(name, target, read)
 
