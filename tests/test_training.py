@@ -254,7 +254,7 @@ class TestTrainerLaws:
             pushed.append(folder_path)
 
         monkeypatch.setattr(HfApi, "upload_folder", upload)
-        # Releases before 5.20 or so use a function.
+        # Older releases call a function of the same name.
         monkeypatch.setattr("transformers.trainer.upload_folder", upload, raising=False)
         mapper, trainer = train(fitted, arguments(tmp_path), train_dataset=plain_features)
         trainer.hub_model_id = "me/small-to-large"
