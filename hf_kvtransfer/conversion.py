@@ -12,7 +12,7 @@ from .blocks import run_block, stream_features
 from .errors import ConversionError
 from .native import NativeRun, run_native
 from .positions import Positions
-from .source import SourceCache
+from .source import SourceCache, read_source_cache
 
 
 if TYPE_CHECKING:
@@ -135,6 +135,34 @@ def convert_entries(
     if stop > end:
         parts.append(native.read(parts, end, stop))
     return _joined(parts)
+
+
+def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, input_ids: Tensor) -> Tensor:
+    """
+    What the mapper's anchor puts out over a context, as the maps of later layers are given it.
+
+    Args:
+        mapper ([`KVMapper`]): with an anchor.
+        source_cache (`Cache`): of the context, without padding.
+        target (`PreTrainedModel`): the target.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): of the context.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, tokens − exact_prefix, hidden_size + 1]`: features of the residual stream.
+    """
+    source = read_source_cache(source_cache, mapper.config.geometry("source"))
+    counted = torch.arange(source.num_tokens, device=input_ids.device)[None]
+    prefix = mapper.config.exact_prefix
+    side = TargetSide(target, input_ids, prefix, 0)
+    native = _NativeReader(side, Positions(counted, counted, None), None, 0)
+    parts = [native.read([], 0, prefix)] if prefix else []
+    _, hidden = native.anchor(mapper, source, parts, prefix, source.num_tokens)
+    if hidden is None:
+        raise ConversionError(
+            "This mapper's anchor puts nothing out that a map could read; expected one that ends below the target's "
+            "last layer. Use `convert`."
+        )
+    return hidden
 
 
 class _NativeReader:

@@ -1,6 +1,8 @@
 """From two loaded models, or from saved statistics, to a fitted mapper."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +20,14 @@ from .pairing import pair_manifest
 from .recipes import PRESETS, Recipe, recipe
 from .rope import RotaryCodec, verify_position_free
 from .saving import check_writable
-from .solving import K_CANDIDATES, Solved, mean, solve_published, solve_selected
+from .solving import K_CANDIDATES, Entry, Solved, mean, solve_published, solve_selected
 
 
 __all__ = ["K_CANDIDATES", "PRESETS", "fit_mapper", "mapper_from_statistics"]
+
+
+# Beside statistics of the target's own stream, those of what it makes of a predicted one.
+_REFIT = "anchored"
 
 
 def fit_mapper(
@@ -84,7 +90,8 @@ def fit_mapper(
         anchor_start (`int`, *optional*):
             The first of these layers, or a list of those to choose among; 0 by default, where the embedding enters.
             Above 0 what enters is predicted from the source cache. That pays where the source knows the target's
-            residual stream well, as a pruned or fine-tuned relative does.
+            residual stream well, as a pruned or fine-tuned relative does. The text is then read twice: the maps of the
+            layers above are solved on what the target makes of the prediction.
         max_cost (`float`, *optional*):
             What a conversion may cost, as a share of the target's prefill of 1,024 tokens, in floating-point
             operations; of the preset `"auto"` only. No limit by default, 0.4 with `anchor_layers="auto"`.
@@ -141,19 +148,35 @@ def fit_mapper(
     if target_tokenizer is not None:
         calibration["fingerprints"] = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(target_tokenizer)
     calibration.setdefault("layout", chosen.layout(*geometries, memory=available_memory() // 2))
+    calibration.setdefault("attention_rows", chosen.weighted)
+    calibration.setdefault("sample_tokens", chosen.sample_tokens)
+    manifest = pair_manifest(source, target, source_revision, target_revision)
+    name = dataset_name or describe_source(dataset)
+    statistics = collect(
+        source, target, tokenizer, texts, dataset=name, checkpoint_dir=statistics_dir, manifest=manifest, **calibration
+    )
+    mapper, solved = _solve(statistics, preset, changes)
+    if solved.entry is None or mapper.config.anchor_layers is None or isinstance(dataset, Iterator):
+        return mapper
+    # What the target makes of a predicted stream is not quite its own; the maps that read it are solved on what they
+    # will be given. The anchor and the prediction stay.
+    depth = mapper.config.anchor_start + mapper.config.anchor_layers
+    calibration["layout"] = replace(calibration["layout"], anchors=(depth,))
     statistics = collect(
         source,
         target,
         tokenizer,
-        texts,
-        dataset=dataset_name or describe_source(dataset),
-        checkpoint_dir=statistics_dir,
-        manifest=pair_manifest(source, target, source_revision, target_revision),
-        attention_rows=calibration.pop("attention_rows", chosen.weighted),
-        sample_tokens=calibration.pop("sample_tokens", chosen.sample_tokens),
+        iter_texts(dataset, text_field=text_field, split=dataset_split, config_name=dataset_config),
+        dataset=name,
+        checkpoint_dir=None if statistics_dir is None else os.path.join(statistics_dir, _REFIT),
+        manifest=manifest,
+        anchored_by=mapper,
         **calibration,
     )
-    return mapper_from_statistics(statistics, preset=preset, **changes)
+    changes |= {"anchor_start": mapper.config.anchor_start, "anchor_layers": mapper.config.anchor_layers}
+    refitted, _ = _solve(statistics, preset, changes, solved.entry)
+    refitted.config.selection["anchors"] = mapper.config.selection.get("anchors", [])
+    return refitted
 
 
 def mapper_from_statistics(
@@ -177,9 +200,15 @@ def mapper_from_statistics(
         [`CalibrationError`]: if the statistics are empty, lack the manifest of their pair or what the recipe reads.
         [`SingularSystemError`]: if the ridge system has no unique solution.
     """
-    chosen = recipe(preset, **changes)
     if not isinstance(statistics, CalibrationStatistics):
         statistics = CalibrationStatistics.load(statistics)
+    return _solve(statistics, preset, changes)[0]
+
+
+def _solve(
+    statistics: CalibrationStatistics, preset: str, changes: dict[str, Any], entry: Entry | None = None
+) -> tuple[KVMapper, Solved]:
+    chosen = recipe(preset, **changes)
     _check_layers(chosen, statistics.source, statistics.target)
     manifest = statistics.manifest
     for name in ("source_config", "target_config"):
@@ -199,7 +228,7 @@ def mapper_from_statistics(
         **manifest,
     )
     solve = solve_selected if chosen.selects else solve_published
-    solved = solve(statistics, chosen, config)
+    solved = solve(statistics, chosen, config, entry)
     config.support, config.ridge_lambda, config.selection = (
         solved.solution.support,
         solved.ridge_lambda,
@@ -215,7 +244,7 @@ def mapper_from_statistics(
     if solved.entry is not None:
         config.entry = solved.entry.support.to_dict()
         config.scores["r2"]["heldout"]["entry"] = solved.entry.r2
-    return _with_weights(KVMapper(config), solved)
+    return _with_weights(KVMapper(config), solved), solved
 
 
 def _check_layers(chosen: Recipe, source: ModelGeometry, target: ModelGeometry) -> None:

@@ -33,7 +33,11 @@ logger = logging.get_logger(__name__)
 
 # arXiv 2608.03893 chooses k per pair among these and "all layers".
 K_CANDIDATES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
-_ENTRY_LAYERS = 4
+# Numbers of source layers among which the prediction of the stream that enters an anchor chooses. The stream is needed
+# for every token, and all that the target makes of it inherits its error.
+_ENTRY_KS = (1, 2, 4, 8)
+_MOST_ENTRY_LAYERS = 12
+_ENTRY_TIE = 0.02
 
 
 def mean(figures: list[float]) -> float:
@@ -70,16 +74,23 @@ def _depth_read(anchor: tuple[int, int] | None, depth: int) -> int | None:
 
 
 def _solved_entry(statistics: CalibrationStatistics, start: int) -> Entry | None:
-    """Of a few source layers: the stream at one depth needs no more, and it is needed for every token."""
+    """Of as few source layers as predict the stream that enters layer `start` as well as more of them would."""
     if not start:
         return None
-    joint = statistics.layout.joint
-    layers = greedy_entry_layers(statistics, start, min(_ENTRY_LAYERS, statistics.source.num_layers), joint=joint)
-    support = Support(tuple(sorted(layers)), joint=joint)
-    return Entry(support, *solve_entry(statistics, start, support))
+    layers, joint = statistics.source.num_layers, statistics.layout.joint
+    ks = [*(k for k in _ENTRY_KS if k < layers), min(layers, _MOST_ENTRY_LAYERS)]
+    order = greedy_entry_layers(statistics, start, ks[-1], joint=joint)
+    tried = []
+    for k in ks:
+        support = Support(tuple(sorted(order[:k])), joint=joint)
+        tried.append(Entry(support, *solve_entry(statistics, start, support)))
+    best = max(entry.r2 for entry in tried)
+    return next(entry for entry in tried if 1 - entry.r2 <= (1 - best) * (1 + _ENTRY_TIE))
 
 
-def solve_published(statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig) -> Solved:
+def solve_published(
+    statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig, entry: Entry | None = None
+) -> Solved:
     """One support of the same shape for all layers; a k that is left open is chosen by held-out R²."""
     ridge_lambda = 0.01 if chosen.ridge_lambda is None else chosen.ridge_lambda
     if chosen.chooses_anchor or chosen.max_cost is not None:
@@ -114,9 +125,9 @@ def solve_published(statistics: CalibrationStatistics, chosen: Recipe, config: K
             weighted=weighted,
         )
 
-    start = anchor[0] if anchor is not None else 0
+    entry = entry or _solved_entry(statistics, anchor[0] if anchor is not None else 0)
     if chosen.k != "auto":
-        return Solved(solve(chosen.k, chosen.weighted), ridge_lambda, anchor, _solved_entry(statistics, start))
+        return Solved(solve(chosen.k, chosen.weighted), ridge_lambda, anchor, entry)
     tried: dict[str, float] = {}
     best: tuple[float, int, RidgeSolution] | None = None
     for k in [*(k for k in K_CANDIDATES if k < layers), layers]:
@@ -129,10 +140,12 @@ def solve_published(statistics: CalibrationStatistics, chosen: Recipe, config: K
         raise CalibrationError("The source has no layers to choose from; expected at least one.")
     logger.info(f"k = {best[1]} has the highest held-out R² ({best[0]:.3f}) among {tried}")
     solution = solve(best[1], True) if chosen.weighted else best[2]
-    return Solved(solution, ridge_lambda, anchor, _solved_entry(statistics, start), k_candidates=tried)
+    return Solved(solution, ridge_lambda, anchor, entry, k_candidates=tried)
 
 
-def solve_selected(statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig) -> Solved:
+def solve_selected(
+    statistics: CalibrationStatistics, chosen: Recipe, config: KVMapperConfig, given: Entry | None = None
+) -> Solved:
     """Every map its own support and λ, chosen by held-out attention-output error; the anchor by the sum of them."""
     layers, depth = statistics.source.num_layers, statistics.target.num_layers
     scorer = AttentionScorer(statistics, RotaryCodec.from_config(config.model_config("target")))
@@ -144,7 +157,7 @@ def solve_selected(statistics: CalibrationStatistics, chosen: Recipe, config: KV
     tried: list[tuple[int, int] | None] = [*chosen.anchors(depth)] or [None]
     for anchor in tried:
         native = _native_layers(anchor, depth)
-        entry = _solved_entry(statistics, anchor[0] if anchor is not None else 0)
+        entry = given or _solved_entry(statistics, anchor[0] if anchor is not None else 0)
         space = Space(
             ks,
             LAMBDA_GRID if chosen.ridge_lambda is None else (chosen.ridge_lambda,),

@@ -87,6 +87,7 @@ def capture_content(
     window: int = 0,
     hidden_at: Sequence[int] = (),
     on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    on_cache: Callable[[DynamicCache], None] | None = None,
 ) -> Content:
     """
     Run a model on full rows of tokens and read its cache, with RoPE taken off the keys.
@@ -103,6 +104,8 @@ def capture_content(
         hidden_at (`Sequence[int]`, *optional*): Layers whose input is returned as well, as features.
         on_layer (`Callable`, *optional*):
             Called with a layer's index and all its rotated keys and values, `[batch, kv_heads, tokens, head_dim]`.
+
+        on_cache (`Callable`, *optional*): Called with the whole cache before it is taken apart.
 
     Returns:
         `Content`: The tokens row by row, on the device of the first layer.
@@ -127,6 +130,8 @@ def capture_content(
         _hidden_states(decoder, hidden_at, slice(skip, None, stride)) as hidden,
     ):
         decoder(input_ids=ids, use_cache=True, **{cache_keyword(decoder): cache})
+    if on_cache is not None:
+        on_cache(cache)
     # Outside inference mode, so that what is returned can be trained on.
     content = _flattened(cache, codec, ids.shape, slice(skip, None, stride), window, on_layer)
     with torch.no_grad():

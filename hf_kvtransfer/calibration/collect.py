@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .._version import __version__
+from ..conversion import anchor_output
 from ..errors import CalibrationError
 from ..geometry import ModelGeometry, tokenizer_fingerprint
 from ..pairing import weight_sample
@@ -36,6 +38,8 @@ from .texts import check_whole, describe_source, iter_texts, pack
 if TYPE_CHECKING:
     import os
 
+    from ..mapper import KVMapper
+
 
 # What must agree for a collection to go on where it stopped; the batch size and the number of sequences may change.
 _SETTINGS = (
@@ -45,6 +49,7 @@ _SETTINGS = (
     "heldout_fraction",
     "attention_rows",
     "sample_tokens",
+    "anchored_by",
     "source_dtype",
     "target_dtype",
 )
@@ -69,6 +74,7 @@ def collect(
     layout: FeatureLayout | None = None,
     attention_rows: bool = False,
     sample_tokens: int = 0,
+    anchored_by: KVMapper | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 16,
     resume: bool = True,
@@ -106,6 +112,9 @@ def collect(
         sample_tokens (`int`, *optional*, defaults to 0):
             Keep about so many tokens of held-out sequences with the target's queries, to score maps by what attention
             reads of them. They are taken from the first held-out sequences.
+        anchored_by ([`~hf_kvtransfer.KVMapper`], *optional*):
+            What its anchor makes of a predicted stream is summed in place of the target's own stream at the layout's
+            last depth.
         checkpoint_dir (`str` or `os.PathLike`, *optional*):
             Folder to save to, from time to time and at the end, and to resume from. An interruption, at whatever
             moment, costs the batches since the last save and nothing else.
@@ -157,6 +166,7 @@ def collect(
             "heldout_fraction": heldout_fraction,
             "attention_rows": attention_rows,
             "sample_tokens": sample_tokens,
+            "anchored_by": None if anchored_by is None else _entry_digest(anchored_by),
             "source_dtype": _dtype_name(source),
             "target_dtype": _dtype_name(target),
             "versions": {
@@ -187,7 +197,9 @@ def collect(
             f"The tokenizer knows {known} tokens, the models have {limit} embeddings; expected the tokenizer that both "
             "were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
         )
-    reading = _Reading(source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens)
+    reading = _Reading(
+        source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens, anchored_by
+    )
     unsaved = 0
     with tqdm(
         total=num_sequences,
@@ -289,6 +301,7 @@ class _Reading:
     heldout_fraction: float
     attention_rows: bool
     sample_tokens: int
+    anchored_by: KVMapper | None
 
     def add(self, statistics: CalibrationStatistics, ids: torch.Tensor) -> None:
         """Adds a batch of shape `[rows, tokens]`, each row to its split."""
@@ -297,8 +310,16 @@ class _Reading:
         heldout = [row for row in range(rows) if _is_heldout(first + row, self.heldout_fraction)]
         fit = [row for row in range(rows) if row not in heldout]
         weights = None
+        stream = None if self.anchored_by is None else partial(self._stream, self.anchored_by)
+        streams: list[torch.Tensor] = []
         read = capture_content(
-            self.source, self.codecs[0], ids, stride=self.stride, skip=layout.skip, window=layout.window
+            self.source,
+            self.codecs[0],
+            ids,
+            stride=self.stride,
+            skip=layout.skip,
+            window=layout.window,
+            on_cache=None if stream is None else lambda cache: streams.append(stream(cache, ids)),
         )
         if self.attention_rows and fit:
             weights = AttentionRows(self.target, ids.shape[1], slice(layout.skip, None, self.stride))
@@ -306,6 +327,8 @@ class _Reading:
                 predicted = self._capture_target(ids, layout, on_layer)
         else:
             predicted = self._capture_target(ids, layout)
+        if streams:
+            predicted.hidden[-1] = streams[0][:, :: self.stride].to(predicted.hidden[-1]).flatten(0, 1)
         for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
             if chosen:
                 parts = (read, predicted) if len(chosen) == rows else (c.rows(chosen, rows) for c in (read, predicted))
@@ -315,14 +338,25 @@ class _Reading:
         held = statistics.sample.sequences if statistics.sample is not None else 0
         missing = heldout[: max(math.ceil(self.sample_tokens / ids.shape[1]) - held, 0)]
         if missing:
-            taken = take_sample(self.source, self.target, self.codecs, ids[missing], layout)
+            taken = take_sample(self.source, self.target, self.codecs, ids[missing], layout, stream=stream)
             statistics.sample = taken if statistics.sample is None else statistics.sample.extended(taken)
+
+    def _stream(self, mapper: KVMapper, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        return anchor_output(mapper, cache, self.target, ids.to(embedding_weight(self.target).device))
 
     def _capture_target(self, ids: torch.Tensor, layout: FeatureLayout, on_layer: Any = None) -> Content:
         codec, depths = self.codecs[1], layout.anchors
         return capture_content(
             self.target, codec, ids, stride=self.stride, skip=layout.skip, hidden_at=depths, on_layer=on_layer
         )
+
+
+def _entry_digest(mapper: KVMapper) -> str:
+    """Tells one predicted stream from another."""
+    config, entry = mapper.config, mapper.entry
+    weights = b"" if entry is None else entry.weight.detach().float().cpu().contiguous().numpy().tobytes()
+    described = f"{config.anchor_start} {config.anchor_layers} {config.exact_prefix} {config.entry}".encode()
+    return hashlib.sha256(described + weights).hexdigest()
 
 
 def _is_heldout(index: int, fraction: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,7 @@ def take_sample(
     input_ids: torch.Tensor,
     layout: FeatureLayout,
     queries: int = 32,
+    stream: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
 ) -> AttentionSample:
     """
     Reads full sequences with both models.
@@ -137,11 +138,25 @@ def take_sample(
         input_ids (`torch.Tensor` of shape `[sequences, tokens]`): Token ids without padding.
         layout ([`FeatureLayout`]): Which features are wanted.
         queries (`int`, *optional*, defaults to 32): At how many log-spaced positions of a sequence.
+        stream (`Callable`, *optional*):
+            `stream(source_cache, input_ids)`: what stands in for the target's own stream at the layout's last depth,
+            `[sequences, tokens − skip, hidden_size + 1]`.
     """
-    read = capture_content(source, codecs[0], input_ids, stride=1, window=layout.window)
+    streams: list[torch.Tensor] = []
+    read = capture_content(
+        source,
+        codecs[0],
+        input_ids,
+        stride=1,
+        window=layout.window,
+        on_cache=None if stream is None else lambda cache: streams.append(stream(cache, input_ids)),
+    )
     positions = boundaries(input_ids.shape[1], queries)
     with record_queries(target, positions=positions) as records:
         predicted = capture_content(target, codecs[1], input_ids, stride=1, hidden_at=layout.anchors)
+    if streams:
+        own = predicted.hidden[-1].view(*input_ids.shape, -1)
+        predicted.hidden[-1] = torch.cat([own[:, : layout.skip], streams[0].to(own)], dim=1).flatten(0, 1)
     cpu = [_record_on_cpu(records[layer]) for layer in range(codecs[1].geometry.num_layers)]
     return AttentionSample(input_ids.shape[0], _on_cpu(read), _on_cpu(predicted), cpu)
 

@@ -100,7 +100,7 @@ def transfer(
         cache = prefill(source, ids)
         if convert is not None:
             return _timed(lambda: convert(mapper, cache, ids))
-        given = {"input_ids": ids, "target": target} if mapper.config.needs_target else {}
+        given: dict[str, Any] = {"input_ids": ids, "target": target} if mapper.config.needs_target else {}
         return _timed(lambda: mapper.convert(cache, **given))
 
     return Condition(name, target, read)
