@@ -7,7 +7,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import MapperFileError, PairMismatchError
-from .features import KINDS, LayerSupport, Support, as_json, as_supports
+from .features import KINDS, LayerSupport, Support, as_json, as_supports, stream_width
 from .geometry import ModelGeometry
 from .maps import MAPS
 
@@ -184,9 +184,7 @@ class KVMapperConfig(PreTrainedConfig):
             fits = isinstance(value, _TYPES[name]) and not isinstance(value, bool)
             if name == "support" and fits and value is not None:
                 fits = all(map(_is_support, value))
-            elif (
-                name in ("anchor_layers", "anchor_start", "exact_prefix", "exact_suffix") and fits and value is not None
-            ):
+            elif name in _COUNTS and fits and value is not None:
                 fits = value >= 0
             elif name == "entry" and fits and value is not None:
                 fits = _is_support(dict.fromkeys(KINDS, value))
@@ -244,7 +242,11 @@ class KVMapperConfig(PreTrainedConfig):
             )
         predicts = layers is not None and start > 0
         plain = entry is not None and entry.heads == "full" and not entry.anchor and bool(entry.layers)
-        known = entry is None or all(layer < len(source.layers) for layer in entry.layers)
+        known = entry is None or (
+            len(set(entry.layers)) == len(entry.layers)
+            and all(layer < len(source.layers) for layer in entry.layers)
+            and entry.width(source, target.layers[0], 0) <= _WIDEST
+        )
         if (
             predicts != (entry is not None)
             or (entry is not None and not (plain and known))
@@ -337,6 +339,8 @@ def _wrong_in(geometry: ModelGeometry) -> str | None:
             return f"`sliding_window` of layer {index} is {window!r}"
     if not geometry.layers:
         return "it has no layers"
+    if not _is_whole(geometry.hidden_size) or not 0 < geometry.hidden_size <= _WIDEST:
+        return f"`hidden_size` is {geometry.hidden_size!r}"
     rope: Any = geometry.rope_parameters
     if not isinstance(rope, dict):
         return f"`rope_parameters` is {rope!r}"
@@ -375,6 +379,12 @@ def _check_support(
                 raise PairMismatchError(
                     f"The support of target layer {index} is {list(layers)}; expected one or more different source "
                     f"layers below {len(source.layers)}. The configuration is damaged: load the mapper again."
+                )
+            width = support.width(source, target.layers[index], stream_width(target))
+            if width > _WIDEST:
+                raise PairMismatchError(
+                    f"The maps of target layer {index} read {width:,} numbers of a token; expected {_WIDEST:,} at "
+                    "most. The configuration is damaged: load the mapper again."
                 )
             if support.anchor and index < after:
                 raise PairMismatchError(

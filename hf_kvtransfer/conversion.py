@@ -156,7 +156,8 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
     side = TargetSide(target, input_ids, prefix, 0)
     native = _NativeReader(side, Positions(counted, counted, None), None, 0)
     parts = [native.read([], 0, prefix)] if prefix else []
-    _, hidden = native.anchor(mapper, source, parts, prefix, source.num_tokens)
+    with torch.autocast(input_ids.device.type, enabled=False):
+        _, hidden = native.anchor(mapper, source, parts, prefix, source.num_tokens)
     if hidden is None:
         raise ConversionError(
             "This mapper's anchor puts nothing out that a map could read; expected one that ends below the target's "

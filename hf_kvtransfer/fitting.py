@@ -158,9 +158,11 @@ def fit_mapper(
     mapper, solved = _solve(statistics, preset, changes)
     if solved.entry is None or mapper.config.anchor_layers is None or isinstance(dataset, Iterator):
         return mapper
+    depth = mapper.config.anchor_start + mapper.config.anchor_layers
+    if depth == geometries[1].num_layers:  # no map reads what comes out
+        return mapper
     # What the target makes of a predicted stream is not quite its own; the maps that read it are solved on what they
     # will be given. The anchor and the prediction stay.
-    depth = mapper.config.anchor_start + mapper.config.anchor_layers
     calibration["layout"] = replace(calibration["layout"], anchors=(depth,))
     statistics = collect(
         source,
@@ -174,6 +176,7 @@ def fit_mapper(
         **calibration,
     )
     changes |= {"anchor_start": mapper.config.anchor_start, "anchor_layers": mapper.config.anchor_layers}
+    changes["max_cost"] = mapper.config.selection.get("max_cost")
     refitted, _ = _solve(statistics, preset, changes, solved.entry)
     refitted.config.selection["anchors"] = mapper.config.selection.get("anchors", [])
     return refitted

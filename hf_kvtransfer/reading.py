@@ -79,9 +79,9 @@ class ContentReader:
             `torch.Tensor` of shape `[groups, batch · tokens, features]`.
         """
         pieces = gather(supports[kind], kind, self.geometry, target, self._read, anchor)
-        return torch.stack(
-            [torch.cat([piece.to(device, dtype) for piece in group], dim=-1).flatten(0, 1) for group in pieces]
-        )
+        groups = [torch.cat([piece.to(device, dtype) for piece in group], dim=-1).flatten(0, 1) for group in pieces]
+        # The features are the largest tensor of a conversion: no second copy where all heads read the same.
+        return groups[0][None] if len(groups) == 1 else torch.stack(groups)
 
     @property
     def geometry(self) -> ModelGeometry:

@@ -1,5 +1,6 @@
 """Recipes: what a fit reads, how it chooses, and what it needs to have summed for that."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -157,10 +158,17 @@ def _checked(given: Recipe) -> Recipe:
         given = replace(given, ridge_lambda=_number("ridge_lambda", given.ridge_lambda))
     if given.max_cost is not None:
         given = replace(given, max_cost=_number("max_cost", given.max_cost))
-    for name, choices in (("heads", ("full", "local", None)), ("order", ("ranked", "greedy", None))):
-        if getattr(given, name) not in choices:
+    flags = (True, False)
+    for name, choices in (
+        ("heads", ("full", "local")),
+        ("order", ("ranked", "greedy")),
+        ("joint", flags),
+        ("weighted", flags),
+    ):
+        if getattr(given, name) not in (*choices, None):
             raise CalibrationError(
-                f"{name} is {getattr(given, name)!r}, expected {' or '.join(repr(c) for c in choices if c)}."
+                f"{name} is {getattr(given, name)!r}, expected {' or '.join(map(repr, choices))}. Leave it out for the "
+                "preset's own."
             )
     for name in ("window", "exact_prefix", "exact_suffix"):
         if getattr(given, name) is not None and not _is_count(getattr(given, name)):
@@ -173,19 +181,29 @@ def _checked(given: Recipe) -> Recipe:
             f"anchor_start is {start!r}, expected a whole number, the first layer that the target runs, and with it "
             "`anchor_layers`, how many of them."
         )
-    if given.weighted and (given.joint or given.window or given.anchor_layers is not None or given.heads == "full"):
+    if not given.selects and (given.chooses_anchor or given.max_cost is not None):
         raise CalibrationError(
-            "Rows can be weighted by attention only for head-local features of one kind and token, without an anchor; "
-            "expected `weighted=False` beside joint, window, full heads or anchor_layers. Choose one of the two."
+            'The number of anchor layers and `max_cost` are weighed only by the preset "auto"; expected a whole number '
+            "of `anchor_layers` and no `max_cost` with a published preset."
+        )
+    other = given.joint or given.window or given.anchor_layers is not None or given.heads == "full"
+    if given.weighted and (other or given.selects):
+        raise CalibrationError(
+            "Rows can be weighted by attention only for head-local features of one kind and token, without an anchor "
+            "and by a published preset; expected `weighted=False` beside joint, window, full heads, anchor_layers or "
+            'the preset "auto". Choose one of the two.'
         )
     return given
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"{name} is {value!r}, expected a finite number of at least 0.") from error
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise CalibrationError(f"{name} is {value!r}, expected a finite number of at least 0.")
+    return number
 
 
 def _as_list(value: Any) -> list[Any]:

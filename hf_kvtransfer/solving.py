@@ -1,13 +1,13 @@
 """From statistics and a recipe to solved maps: as published, or chosen map by map on held-out data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from .calibration import CalibrationStatistics, layer_scores, r2, select_layers, solve_ridge
-from .calibration.probes import greedy_entry_layers
+from .calibration.probes import greedy_entry_layers, greedy_layers
 from .calibration.ridge import RidgeSolution, solve_entry
 from .calibration.selection import (
     K_GRID,
@@ -18,13 +18,14 @@ from .calibration.selection import (
     Space,
     candidates,
     choose,
+    refined,
     supports_of,
     total_error,
 )
 from .config import KVMapperConfig
 from .costs import LayerCost, conversion_cost, layer_costs
 from .errors import CalibrationError
-from .features import Support
+from .features import KINDS, Support
 from .recipes import CONTEXT_LENGTH, MAX_COST, Recipe
 from .rope import RotaryCodec
 
@@ -38,6 +39,7 @@ K_CANDIDATES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 _ENTRY_KS = (1, 2, 4, 8)
 _MOST_ENTRY_LAYERS = 12
 _ENTRY_TIE = 0.02
+_LARGEST_SHARE = 4
 
 
 def mean(figures: list[float]) -> float:
@@ -93,28 +95,24 @@ def solve_published(
 ) -> Solved:
     """One support of the same shape for all layers; a k that is left open is chosen by held-out R²."""
     ridge_lambda = 0.01 if chosen.ridge_lambda is None else chosen.ridge_lambda
-    if chosen.chooses_anchor or chosen.max_cost is not None:
-        raise CalibrationError(
-            'The number of anchor layers and `max_cost` are weighed only by the preset "auto"; expected a whole number '
-            "of `anchor_layers` and no `max_cost` with a published preset."
-        )
     scores, layers = layer_scores(statistics), statistics.source.num_layers
     depth = statistics.target.num_layers
     anchor = next(iter(chosen.anchors(depth)), None)
     native, read_at = _native_layers(anchor, depth), _depth_read(anchor, depth)
 
+    ks = [*(k for k in K_CANDIDATES if k < layers), layers] if chosen.k == "auto" else [chosen.k]
+    most = max((k for k in ks if k != "all"), default=0)
+    order = _greedy_order(statistics, chosen, most, ridge_lambda, native, read_at) if chosen.order == "greedy" else {}
+
+    def support(index: int, kind: str, ranked: list[int], k: Any) -> Support:
+        read = sorted(order[index, kind][:k]) if order and k not in (0, "all") else ranked
+        anchored = read_at is not None and index > read_at
+        return Support(tuple(read), chosen.heads or "full", bool(chosen.joint), chosen.window, anchored)
+
     def solve(k: Any, weighted: bool) -> RidgeSolution:
         supports = [
-            Support(
-                tuple(read),
-                chosen.heads or "full",
-                bool(chosen.joint),
-                chosen.window,
-                read_at is not None and index > read_at,
-            )
-            if index not in native
-            else None
-            for index, read in enumerate(select_layers(scores, k) if k else [[]] * depth)
+            {kind: support(index, kind, ranked, k) for kind in KINDS} if index not in native else None
+            for index, ranked in enumerate(select_layers(scores, k) if k else [[]] * depth)
         ]
         return solve_ridge(
             statistics,
@@ -130,7 +128,7 @@ def solve_published(
         return Solved(solve(chosen.k, chosen.weighted), ridge_lambda, anchor, entry)
     tried: dict[str, float] = {}
     best: tuple[float, int, RidgeSolution] | None = None
-    for k in [*(k for k in K_CANDIDATES if k < layers), layers]:
+    for k in ks:
         solution = solve(k, False)
         figures = r2(statistics, solution, "heldout")
         tried[str(k)] = mean([*figures["keys_per_layer"], *figures["values_per_layer"]])
@@ -141,6 +139,31 @@ def solve_published(
     logger.info(f"k = {best[1]} has the highest held-out R² ({best[0]:.3f}) among {tried}")
     solution = solve(best[1], True) if chosen.weighted else best[2]
     return Solved(solution, ridge_lambda, anchor, entry, k_candidates=tried)
+
+
+def _greedy_order(
+    statistics: CalibrationStatistics,
+    chosen: Recipe,
+    k: int,
+    ridge_lambda: float,
+    native: range,
+    read_at: int | None,
+) -> dict[tuple[int, str], list[int]]:
+    """The first k source layers of every map, in the order of what each adds."""
+    return {
+        (layer, kind): greedy_layers(
+            statistics,
+            layer,
+            kind,
+            k,
+            joint=bool(chosen.joint),
+            anchor_depth=read_at if read_at is not None and layer > read_at else None,
+            ridge_lambda=ridge_lambda,
+        )
+        for layer in range(statistics.target.num_layers)
+        if layer not in native
+        for kind in KINDS
+    }
 
 
 def solve_selected(
@@ -172,8 +195,12 @@ def solve_selected(
         budget = None if max_cost is None else fixed.budget(max_cost)
         if budget is not None and budget < 0 and chosen.chooses_anchor:
             continue
+        if budget is not None:
+            # No map may take more than a few times its share, or most of the time would go to maps that can't be had.
+            mapped = 2 * (depth - len(native))
+            space = replace(space, largest=_LARGEST_SHARE * budget // max(mapped, 1))
         found = candidates(statistics, scorer, space)
-        picked = choose(found, budget)
+        picked = refined(statistics, scorer, space, found, choose(found, budget))
         # A predicted stream leaves its own error in everything that the target makes of it.
         error = total_error(picked) + (0 if entry is None else (1 - entry.r2) * 2 * len(native))
         cost = fixed.share(sum(way.multiplications for way in picked.values()))

@@ -1,6 +1,7 @@
 """Every sentence with which the package refuses something, read from its source."""
 
 import ast
+import functools
 from pathlib import Path
 
 
@@ -21,6 +22,7 @@ def sentence(node):
     return None
 
 
+@functools.cache
 def raised():
     """`(type, sentence, place)` of every error of the package's own types that it makes, where its text can be read."""
     types, found = set(error_types()), []

@@ -142,7 +142,7 @@ class TestFitAndGenerate:
     def test_fit_saves_what_loads(self, mapper):
         loaded = KVMapper.from_pretrained(mapper)
         assert loaded.config.k == 2
-        assert loaded.config.preset == "heo2026"
+        assert loaded.config.preset == "auto"
         assert set(loaded.config.scores["r2"]) == {"fit", "heldout"}
         assert json.loads((mapper / "config.json").read_text())["dtype"] == "bfloat16"
 

@@ -34,8 +34,9 @@ def test_the_identity_gives_logits_within_rounding(family_model, family_tokenize
         )
 
 
+@pytest.mark.parametrize("preset", ["heo2026", "auto"])
 def test_a_fitted_self_mapper_gives_the_same_next_tokens_on_100_prompts(
-    family, family_model, family_tokenizer, documents
+    family, family_model, family_tokenizer, documents, preset
 ):
     model = family_model("small")
     mapper = KVMapper.fit(
@@ -43,12 +44,14 @@ def test_a_fitted_self_mapper_gives_the_same_next_tokens_on_100_prompts(
         model,
         str(family / "data" / "calibration.jsonl"),
         tokenizer=family_tokenizer,
-        k=1,
+        preset=preset,
+        k=1 if preset == "heo2026" else None,
         sequence_length=128,
         num_sequences=120,
         token_stride=2,
     )
-    assert mapper.config.support == [[index] for index in range(model.config.num_hidden_layers)]
+    if preset == "heo2026":
+        assert mapper.config.support == [[index] for index in range(model.config.num_hidden_layers)]
     assert mapper.config.scores["r2"]["heldout"]["keys_mean"] > 0.9999
     assert len(documents) >= 100
     for document in documents[:100]:

@@ -155,41 +155,38 @@ def _greedy(
     ridge_lambda: float,
 ) -> list[int]:
     # Columns relative to the span of what is chosen: with the Cholesky factor L of the chosen Gram matrix, the part of
-    # any G_ij that the chosen explain is (L⁻¹ G_Si)ᵀ (L⁻¹ G_Sj). Each choice adds rows to those factors.
+    # any G_ij that the chosen explain is (L⁻¹ G_Si)ᵀ (L⁻¹ G_Sj). Each choice adds rows to those factors, and takes
+    # their part off what is left of each block's own Gram matrix and of its cross product with the outputs.
     if given:
         blocks = {**blocks, -1: given}
     explained: dict[int, list[torch.Tensor]] = {index: [] for index in blocks}
-    solved: list[torch.Tensor] = []
+    left = {index: (block(sxx, columns, columns), block(sxy, columns, [outputs])) for index, columns in blocks.items()}
+    for gram, _ in left.values():
+        gram.diagonal().add_(ridge_lambda)
     chosen: list[int] = []
 
-    def residual(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gram, cross = block(sxx, blocks[index], blocks[index]), block(sxy, blocks[index], [outputs])
-        for factor, output in zip(explained[index], solved, strict=True):
-            gram.addmm_(factor.T, factor, alpha=-1)
-            cross.addmm_(factor.T, output, alpha=-1)
-        gram.diagonal().add_(ridge_lambda)
-        return gram, cross
-
-    def choose(index: int, gram: torch.Tensor, cross: torch.Tensor) -> None:
-        factor = _factor(gram)
-        own = explained.pop(index)
+    def choose(index: int) -> None:
+        gram, cross = left.pop(index)
+        factor, own = _factor(gram), explained.pop(index)
+        output = torch.linalg.solve_triangular(factor, cross, upper=False)
         for other, factors in explained.items():
             between = block(sxx, blocks[index], blocks[other])
             for one, two in zip(own, factors, strict=True):
                 between.addmm_(one.T, two, alpha=-1)
-            factors.append(torch.linalg.solve_triangular(factor, between, upper=False))
-        solved.append(torch.linalg.solve_triangular(factor, cross, upper=False))
+            rows = torch.linalg.solve_triangular(factor, between, upper=False)
+            factors.append(rows)
+            left[other][0].addmm_(rows.T, rows, alpha=-1)
+            left[other][1].addmm_(rows.T, output, alpha=-1)
 
     if given:
-        choose(-1, *residual(-1))
-    while explained and len(chosen) < k:
-        systems = {index: residual(index) for index in explained}
+        choose(-1)
+    while left and len(chosen) < k:
         gains = {
             index: float(torch.linalg.solve_triangular(_factor(gram), cross, upper=False).square().sum())
-            for index, (gram, cross) in systems.items()
+            for index, (gram, cross) in left.items()
         }
         best = max(gains, key=lambda index: (gains[index], -index))
-        choose(best, *systems[best])
+        choose(best)
         chosen.append(best)
     return chosen
 
@@ -198,7 +195,7 @@ def _factor(gram: torch.Tensor) -> torch.Tensor:
     """The Cholesky factor of a residual Gram matrix, which rounding may have left slightly indefinite."""
     factor, info = torch.linalg.cholesky_ex(gram)
     scale = gram.diagonal().abs().max()
-    while int(info) != 0:
+    while int(info) != 0 and bool(torch.isfinite(scale)):
         gram = gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device) * scale * 1e-10
         scale = scale * 10
         factor, info = torch.linalg.cholesky_ex(gram)

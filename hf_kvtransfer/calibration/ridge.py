@@ -173,17 +173,16 @@ def _solve_weighted(
     for layer in dict.fromkeys(part.layer for part in parts):
         members = [part for part in parts if part.layer == layer]
         support = as_supports(solution.support[layer])[kind]
-        if (layer, kind) not in statistics.weighted or support.heads != "local" or support.joint or support.window:
+        if (layer, kind) not in statistics.weighted or support != Support(support.layers, "local"):
             raise CalibrationError(
                 f"The {kind} of target layer {layer} can't be solved with attention-weighted rows: expected statistics "
                 "collected with `attention_rows=True`, and a head-local support of the same kind and token, without an "
                 "anchor. Collect them with the preset `cachebridge2026`, or solve without weights."
             )
         moments = statistics.weighted[layer, kind]
-        width = support.heads_read(statistics.source.layers[0], statistics.target.layers[layer])[0][1]
         columns, start = [], 0
         for index, source in enumerate(statistics.source.layers):
-            stop = start + width * source.head_dim
+            stop = start + support.heads_read(source, statistics.target.layers[layer])[0][1] * source.head_dim
             if index in support.layers:
                 columns.append(slice(start, stop))
             start = stop

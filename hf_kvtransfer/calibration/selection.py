@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ from ..errors import CalibrationError
 from ..features import KINDS, LayerSupport, Support, gather, stream_width
 from .attention import attention_output, attention_probabilities
 from .probes import greedy_layers, layer_scores, select_layers
-from .ridge import RidgeSolution, solve_ridge
+from .ridge import solve_ridge
 from .statistics import CalibrationStatistics
 
 
@@ -84,8 +85,10 @@ class AttentionScorer:
                 'Collect them with the preset "auto" and a `heldout_fraction` above zero, on more than one sequence.'
             )
         self._statistics, self._sample, self._codec = statistics, statistics.sample, codec
-        tokens = self._sample.tokens
-        self._tables = codec.tables(torch.arange(tokens)[None], "cpu")
+        # Where maps are solved; the sample itself may be larger than what is left there.
+        self._device = statistics.splits["fit"][statistics.layout.names[0]].mean_x.device
+        positions = torch.arange(self._sample.tokens, device=self._device)[None]
+        self._tables = codec.tables(positions, self._device)
         self._native: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def error(
@@ -101,6 +104,13 @@ class AttentionScorer:
             bias (`torch.Tensor` of shape `[target width]`): likewise.
             anchor_depth (`int`, *optional*): which anchor it reads.
         """
+        # Recipes differ by less than the rounding of what the caller may compute in.
+        with torch.autocast(self._device.type, enabled=False):
+            return self._error(key, support, weight, bias, anchor_depth)
+
+    def _error(
+        self, key: Key, support: Support, weight: torch.Tensor, bias: torch.Tensor, anchor_depth: int | None
+    ) -> float:
         layer, kind = key
         content = self.predict(key, support, weight, bias, anchor_depth)
         if layer not in self._native:
@@ -136,7 +146,7 @@ class AttentionScorer:
             anchor = self._sample.target.hidden[self._statistics.layout.anchors.index(anchor_depth or 0)]
         pieces = gather(support, kind, source, target.layers[layer], content, anchor)
         weights = weight.float() if support.heads == "local" else weight.float()[None]
-        outputs = [torch.cat(group, -1) @ one.T for group, one in zip(pieces, weights, strict=True)]
+        outputs = [torch.cat(group, -1).to(weight.device) @ one.T for group, one in zip(pieces, weights, strict=True)]
         return torch.cat(outputs, -1) + bias.float()
 
     def _native_content(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +157,7 @@ class AttentionScorer:
     def _heads(self, content: torch.Tensor, layer: int) -> torch.Tensor:
         geometry = self._statistics.target.layers[layer]
         shape = (self._sample.sequences, self._sample.tokens, geometry.kv_heads, geometry.head_dim)
-        return content.reshape(shape).transpose(1, 2)
+        return content.to(self._device).reshape(shape).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,7 @@ class Space:
         orders (`tuple[str, ...]`): `"ranked"`, `"greedy"`.
         native (`range`, *optional*): target layers that need no maps, as the target runs them itself.
         anchor_depth (`int`, *optional*): where the residual stream is that the maps of later layers read.
+        largest (`int`, *optional*): most multiplications per token of one map; no limit by default.
     """
 
     ks: tuple[int, ...]
@@ -174,6 +185,7 @@ class Space:
     orders: tuple[str, ...] = ("ranked", "greedy")
     native: range = range(0)
     anchor_depth: int | None = None
+    largest: int | None = None
 
     def depth(self, layer: int) -> int | None:
         """The depth of the residual stream that this target layer can read, if there is one below it."""
@@ -186,7 +198,7 @@ def candidates(
     """
     Every way of the space for every target layer and kind that needs maps, with its held-out error.
 
-    Supports are compared at the first λ; the other λ are tried with the best supports at each cost.
+    Supports are compared at the first λ; [`refined`] tries the others on what was chosen.
 
     Args:
         statistics (`CalibrationStatistics`): their `"fit"` split is solved.
@@ -197,17 +209,54 @@ def candidates(
     layers = [layer for layer in range(statistics.target.num_layers) if layer not in space.native]
     keys = [(layer, kind) for layer in layers for kind in KINDS]
     found: dict[Key, list[Candidate]] = {key: [] for key in keys}
+    ways: dict[Key, dict[Support, str]] = {}
     ranked = layer_scores(statistics) if "ranked" in space.orders else None
-    for key in tqdm(keys, desc="Comparing recipes", unit="map", disable=None if progress else True):
-        tried: set[Support] = set()
+    bar = partial(tqdm, unit="map", disable=None if progress else True)
+    for key in bar(keys, desc="Choosing layers"):
+        ways[key] = {}
         for support, order in _supports(statistics, space, key, ranked):
-            if support not in tried:
-                tried.add(support)
-                found[key].append(_tried(statistics, scorer, space, key, support, space.lambdas[0], order))
-        best = pareto(found[key])
-        for value, candidate in product(space.lambdas[1:], best):
-            found[key].append(_tried(statistics, scorer, space, key, candidate.support, value, candidate.order))
+            ways[key].setdefault(support, order)
+    # What many target layers read in common is solved for all of them at once, from one factorisation.
+    shared = Counter((support, key[1]) for key, ways_of_key in ways.items() for support in ways_of_key)
+    for support, kind in bar([way for way, count in shared.items() if count > 1], desc="Comparing common supports"):
+        members = [key for key in keys if key[1] == kind and support in ways[key]]
+        for key, candidate in _tried(statistics, scorer, space, members, support, space.lambdas[0], ways):
+            found[key].append(candidate)
+            del ways[key][support]
+    for key in bar(keys, desc="Comparing recipes"):
+        for support in list(ways[key]):
+            found[key] += [way for _, way in _tried(statistics, scorer, space, [key], support, space.lambdas[0], ways)]
     return found
+
+
+def refined(
+    statistics: CalibrationStatistics,
+    scorer: AttentionScorer,
+    space: Space,
+    found: dict[Key, list[Candidate]],
+    chosen: dict[Key, Candidate],
+) -> dict[Key, Candidate]:
+    """
+    The same supports, each with the best λ of the space.
+
+    Args:
+        statistics (`CalibrationStatistics`): their `"fit"` split is solved.
+        scorer ([`AttentionScorer`]): what compares.
+        space ([`Space`]): whose λ are tried.
+        found (`dict`): to which what is tried is added.
+        chosen (`dict`): from [`choose`].
+    """
+    members: dict[tuple[Support, str], list[Key]] = {}
+    for key, way in chosen.items():
+        members.setdefault((way.support, key[1]), []).append(key)
+    best = dict(chosen)
+    for (support, _), keys in tqdm(members.items(), desc="Choosing λ", unit="support", disable=None):
+        orders = {key: {support: chosen[key].order} for key in keys}
+        for value in space.lambdas[1:]:
+            for key, way in _tried(statistics, scorer, space, keys, support, value, orders):
+                found[key].append(way)
+                best[key] = min(best[key], way, key=lambda way: way.error)
+    return best
 
 
 def _supports(
@@ -219,7 +268,8 @@ def _supports(
     anchored = depth is not None
     if anchored:
         yield Support((), anchor=True), "all"
-    ks = [k for k in space.ks if 0 < k < layers]
+    # Greedy choice looks at no more layers than the dearest map that is allowed can read.
+    ks = [k for k in space.ks if 0 < k < layers and _fits(statistics, space, layer, k)]
     for joint in space.joint:
         orders: list[tuple[str, Callable[[int], Sequence[int]]]] = []
         if ranked is not None:
@@ -231,7 +281,20 @@ def _supports(
         if any(k >= layers for k in space.ks):
             chosen.append((tuple(range(layers)), "all"))
         for (read, order), heads, window in product(chosen, space.heads, space.window):
-            yield Support(read, heads, joint, window, anchored), order
+            support = Support(read, heads, joint, window, anchored)
+            if space.largest is None or _multiplications(statistics, support, layer) <= space.largest:
+                yield support, order
+
+
+def _fits(statistics: CalibrationStatistics, space: Space, layer: int, k: int) -> bool:
+    """Whether any support of so many layers is cheap enough."""
+    if space.largest is None:
+        return True
+    narrowest = [
+        Support(tuple(range(k)), heads, joint, anchor=space.depth(layer) is not None)
+        for heads, joint in product(space.heads, space.joint)
+    ]
+    return min(_multiplications(statistics, support, layer) for support in narrowest) <= space.largest
 
 
 def _ranked(scores: torch.Tensor, layer: int, k: int) -> list[int]:
@@ -246,28 +309,34 @@ def _tried(
     statistics: CalibrationStatistics,
     scorer: AttentionScorer,
     space: Space,
-    key: Key,
+    keys: Sequence[Key],
     support: Support,
     ridge_lambda: float,
-    order: str,
-) -> Candidate:
-    weight, bias = _solved(statistics, key, support, ridge_lambda, space.depth(key[0]))
-    target = statistics.target.layers[key[0]]
-    width = support.width(statistics.source, target, stream_width(statistics.target))
-    error = scorer.error(key, support, weight, bias, space.depth(key[0]))
-    return Candidate(support, ridge_lambda, order, width * target.width, error)
+    orders: Mapping[Key, Mapping[Support, str]],
+) -> Iterator[tuple[Key, Candidate]]:
+    """One support and λ for some target layers of one kind."""
+    by_depth: dict[int | None, list[Key]] = {}
+    for key in keys:
+        by_depth.setdefault(space.depth(key[0]), []).append(key)
+    for depth, members in by_depth.items():
+        kind = members[0][1]
+        entries: list[Any] = [None] * statistics.target.num_layers
+        for layer, _ in members:
+            entries[layer] = support
+        solution = solve_ridge(
+            statistics, entries, ridge_lambda, torch.float32, anchor_depth=depth, kinds=(kind,), progress=False
+        )
+        for key in members:
+            layer = key[0]
+            weight, bias = solution.weights(kind)[layer], solution.biases(kind)[layer]
+            error = scorer.error(key, support, weight, bias, depth)
+            cost = _multiplications(statistics, support, layer)
+            yield key, Candidate(support, ridge_lambda, orders[key][support], cost, error)
 
 
-def _solved(
-    statistics: CalibrationStatistics, key: Key, support: Support, ridge_lambda: float, anchor_depth: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    layer, kind = key
-    entries: list[Any] = [None] * statistics.target.num_layers
-    entries[layer] = support
-    solution: RidgeSolution = solve_ridge(
-        statistics, entries, ridge_lambda, torch.float32, anchor_depth=anchor_depth, kinds=(kind,), progress=False
-    )
-    return solution.weights(kind)[layer], solution.biases(kind)[layer]
+def _multiplications(statistics: CalibrationStatistics, support: Support, layer: int) -> int:
+    target = statistics.target.layers[layer]
+    return support.width(statistics.source, target, stream_width(statistics.target)) * target.width
 
 
 def pareto(ways: Sequence[Candidate]) -> list[Candidate]:
