@@ -120,6 +120,36 @@ def greedy_layers(
     return _greedy(moments.sxx, moments.sxy, statistics.outputs(kind)[layer], blocks, given, k, ridge_lambda)
 
 
+def layers_by_gain(
+    statistics: CalibrationStatistics,
+    layer: int,
+    kind: str,
+    *,
+    joint: bool,
+    anchor_depth: int,
+    ridge_lambda: float = 0.01,
+) -> list[int]:
+    """
+    Source layers by what each explains alone of what an anchor leaves unexplained, the most first.
+
+    Args:
+        statistics (`CalibrationStatistics`): Their `"fit"` split is used.
+        layer (`int`): The target layer.
+        kind (`str`): `"keys"` or `"values"`.
+        joint (`bool`): Whether keys and values of a source layer come together.
+        anchor_depth (`int`): The residual stream that is read in any case.
+        ridge_lambda (`float`, *optional*, defaults to 0.01): λ of the systems whose residuals are compared.
+    """
+    moments = statistics.moments("fit", kind)
+    given = statistics.features(Support((), anchor=True), kind, layer, anchor_depth)[0]
+    forward = _Forward(
+        moments.sxx, moments.sxy, statistics.outputs(kind)[layer], _layer_blocks(statistics, kind, joint), ridge_lambda
+    )
+    forward.give(given)
+    gains = forward.gains()
+    return sorted(gains, key=lambda index: (-gains[index], index))
+
+
 def greedy_entry_layers(
     statistics: CalibrationStatistics, depth: int, k: int, *, joint: bool, ridge_lambda: float = 0.01
 ) -> list[int]:
@@ -154,41 +184,69 @@ def _greedy(
     k: int,
     ridge_lambda: float,
 ) -> list[int]:
-    # Columns relative to the span of what is chosen: with the Cholesky factor L of the chosen Gram matrix, the part of
-    # any G_ij that the chosen explain is (L⁻¹ G_Si)ᵀ (L⁻¹ G_Sj). Each choice adds rows to those factors, and takes
-    # their part off what is left of each block's own Gram matrix and of its cross product with the outputs.
+    forward = _Forward(sxx, sxy, outputs, blocks, ridge_lambda)
     if given:
-        blocks = {**blocks, -1: given}
-    explained: dict[int, list[torch.Tensor]] = {index: [] for index in blocks}
-    left = {index: (block(sxx, columns, columns), block(sxy, columns, [outputs])) for index, columns in blocks.items()}
-    for gram, _ in left.values():
-        gram.diagonal().add_(ridge_lambda)
+        forward.give(given)
     chosen: list[int] = []
+    while forward.left and len(chosen) < k:
+        gains = forward.gains()
+        best = max(gains, key=lambda index: (gains[index], -index))
+        forward.choose(best)
+        chosen.append(best)
+    return chosen
 
-    def choose(index: int) -> None:
-        gram, cross = left.pop(index)
-        factor, own = _factor(gram), explained.pop(index)
+
+class _Forward:
+    """
+    Forward selection of blocks of columns. With the Cholesky factor L of the chosen Gram matrix, the part of any G_ij
+    that the chosen explain is (L⁻¹ G_Si)ᵀ (L⁻¹ G_Sj). Each choice adds rows to those factors, and takes their part off
+    what is left of each block's own Gram matrix and of its cross product with the outputs.
+    """
+
+    def __init__(
+        self,
+        sxx: torch.Tensor,
+        sxy: torch.Tensor,
+        outputs: slice,
+        blocks: dict[int, list[slice]],
+        ridge_lambda: float,
+    ) -> None:
+        self._sxx, self._sxy, self._outputs, self._ridge_lambda = sxx, sxy, outputs, ridge_lambda
+        self._blocks = blocks
+        self._explained: dict[int, list[torch.Tensor]] = {index: [] for index in blocks}
+        self.left = {index: self._system(columns) for index, columns in blocks.items()}
+
+    def _system(self, columns: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        gram, cross = block(self._sxx, columns, columns), block(self._sxy, columns, [self._outputs])
+        gram.diagonal().add_(self._ridge_lambda)
+        return gram, cross
+
+    def gains(self) -> dict[int, float]:
+        """What each block that is left would explain of the outputs."""
+        return {
+            index: float(torch.linalg.solve_triangular(_factor(gram), cross, upper=False).square().sum())
+            for index, (gram, cross) in self.left.items()
+        }
+
+    def give(self, columns: list[slice]) -> None:
+        """Columns that are read in any case."""
+        self._take(columns, [], *self._system(columns))
+
+    def choose(self, index: int) -> None:
+        """Takes a block."""
+        self._take(self._blocks[index], self._explained.pop(index), *self.left.pop(index))
+
+    def _take(self, columns: list[slice], own: list[torch.Tensor], gram: torch.Tensor, cross: torch.Tensor) -> None:
+        factor = _factor(gram)
         output = torch.linalg.solve_triangular(factor, cross, upper=False)
-        for other, factors in explained.items():
-            between = block(sxx, blocks[index], blocks[other])
+        for other, factors in self._explained.items():
+            between = block(self._sxx, columns, self._blocks[other])
             for one, two in zip(own, factors, strict=True):
                 between.addmm_(one.T, two, alpha=-1)
             rows = torch.linalg.solve_triangular(factor, between, upper=False)
             factors.append(rows)
-            left[other][0].addmm_(rows.T, rows, alpha=-1)
-            left[other][1].addmm_(rows.T, output, alpha=-1)
-
-    if given:
-        choose(-1)
-    while left and len(chosen) < k:
-        gains = {
-            index: float(torch.linalg.solve_triangular(_factor(gram), cross, upper=False).square().sum())
-            for index, (gram, cross) in left.items()
-        }
-        best = max(gains, key=lambda index: (gains[index], -index))
-        choose(best)
-        chosen.append(best)
-    return chosen
+            self.left[other][0].addmm_(rows.T, rows, alpha=-1)
+            self.left[other][1].addmm_(rows.T, output, alpha=-1)
 
 
 def _factor(gram: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..errors import CalibrationError
 from ..features import KINDS, LayerSupport, Support, gather, stream_width
 from .attention import attention_output, attention_probabilities
-from .probes import greedy_layers, layer_scores, select_layers
+from .probes import greedy_layers, layer_scores, layers_by_gain, select_layers
 from .ridge import solve_ridge
 from .statistics import CalibrationStatistics
 
@@ -28,6 +28,8 @@ K_GRID = (1, 2, 4, 8, 16)
 LAMBDA_GRID = (0.01, 1.0, 100.0)
 # A cheaper map is taken when it is worse by less than this share of its error: below it lies the noise of the sample.
 _TIE = 0.005
+# Multiplications of greedy forward selection for one map; beyond it, it is done only where it is asked for.
+_QUICK = 5e10
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,9 @@ class Space:
         heads (`tuple[str, ...]`): `"full"`, `"local"`.
         joint (`tuple[bool, ...]`): own kind, or both.
         window (`tuple[int, ...]`): previous tokens.
-        orders (`tuple[str, ...]`): `"ranked"`, `"greedy"`.
+        orders (`tuple[str, ...]`):
+            `"ranked"`, by probes of one layer or, above an anchor, by what a layer adds to it; `"greedy"`, which is left
+            out beside the other where it takes long.
         native (`range`, *optional*): target layers that need no maps, as the target runs them itself.
         anchor_depth (`int`, *optional*): where the residual stream is that the maps of later layers read.
         largest (`int`, *optional*): most multiplications per token of one map; no limit by default.
@@ -272,9 +276,12 @@ def _supports(
     ks = [k for k in space.ks if 0 < k < layers and _fits(statistics, space, layer, k)]
     for joint in space.joint:
         orders: list[tuple[str, Callable[[int], Sequence[int]]]] = []
-        if ranked is not None:
+        if ranked is not None and depth is None:
             orders.append(("ranked", partial(_ranked, ranked, layer)))
-        if "greedy" in space.orders and ks:
+        elif "ranked" in space.orders and depth is not None and ks:
+            by_gain = layers_by_gain(statistics, layer, kind, joint=joint, anchor_depth=depth)
+            orders.append(("ranked", partial(_first, by_gain)))
+        if "greedy" in space.orders and ks and (space.orders == ("greedy",) or _is_quick(statistics, max(ks), joint)):
             greedy = greedy_layers(statistics, layer, kind, max(ks), joint=joint, anchor_depth=depth)
             orders.append(("greedy", partial(_first, greedy)))
         chosen = [(tuple(choose(k)), name) for name, choose in orders for k in ks]
@@ -301,8 +308,15 @@ def _ranked(scores: torch.Tensor, layer: int, k: int) -> list[int]:
     return select_layers(scores, k)[layer]
 
 
-def _first(greedy: list[int], k: int) -> list[int]:
-    return sorted(greedy[:k])
+def _first(order: list[int], k: int) -> list[int]:
+    return sorted(order[:k])
+
+
+def _is_quick(statistics: CalibrationStatistics, k: int, joint: bool) -> bool:
+    """Whether greedy choice for one map takes no longer than a few solutions."""
+    layers = statistics.source.layers
+    width = max(layer.width for layer in layers) * (2 if joint else 1)
+    return len(layers) * k**2 * width**3 <= _QUICK
 
 
 def _tried(
