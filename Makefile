@@ -1,5 +1,5 @@
 # The same tasks as `python3 dev.py …`, for those who have make.
-.PHONY: demo test test-oldest style quality
+.PHONY: demo test test-oldest style quality quality-bench
 
 PYTHON ?= python3
 
@@ -17,3 +17,6 @@ style:
 
 quality:
 	$(PYTHON) dev.py quality
+
+quality-bench:
+	$(PYTHON) dev.py quality-bench

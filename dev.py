@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """
-Sets up what a task needs and runs it: `python3 dev.py demo`, `python3 dev.py test`, `style`, `quality`.
+Sets up what a task needs and runs it: `python3 dev.py demo`, `python3 dev.py test`, `style`, `quality`,
+`quality-bench`.
 
 Needs nothing but Python (3.10 or newer) and this clone. Each task makes the virtual environment it needs on first use,
 from the tested set of versions in `constraints.txt`, and goes straight to work after that.
@@ -47,7 +48,7 @@ def environment(name: str, extras: str, constraints: str, *, bare: "tuple[str, .
 
 def newest(extras: str = "dev") -> Path:
     """The environment of the newest supported releases."""
-    return environment(".venv", extras, "constraints.txt", bare=(SMOLLM2,) if extras == "dev" else ())
+    return environment(".venv", extras, "constraints.txt", bare=(SMOLLM2,) if extras.startswith("dev") else ())
 
 
 def oldest() -> Path:
@@ -87,7 +88,11 @@ def quality(arguments: "list[str]") -> None:
     run(python, "mypy")
 
 
-TASKS = {"demo": demo, "test": test, "style": style, "quality": quality}
+def quality_bench(arguments: "list[str]") -> None:
+    run(newest("dev,plots"), "benchmarks.quality", *arguments)
+
+
+TASKS = {"demo": demo, "test": test, "style": style, "quality": quality, "quality-bench": quality_bench}
 
 
 if __name__ == "__main__":

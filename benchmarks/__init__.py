@@ -1,0 +1,1 @@
+"""What is measured, and not tested: see `docs/quality.md`."""
