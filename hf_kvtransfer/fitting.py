@@ -155,12 +155,19 @@ def fit_mapper(
     statistics = collect(
         source, target, tokenizer, texts, dataset=name, checkpoint_dir=statistics_dir, manifest=manifest, **calibration
     )
-    mapper, solved = _solve(statistics, preset, changes)
-    if solved.entry is None or mapper.config.anchor_layers is None or isinstance(dataset, Iterator):
+    anchors = [] if isinstance(dataset, Iterator) else chosen.anchors(geometries[1].num_layers)
+    # Whether maps will read what the target makes of a predicted stream, of which these statistics know nothing yet.
+    refits = [start > 0 and start + layers < geometries[1].num_layers for start, layers in anchors]
+    if refits == [True]:
+        # Of this first solution only what enters the anchor is needed.
+        first = {**changes, "k": 1, "max_cost": None, "exact_prefix": chosen.tokens_before}
+        mapper, solved = _solve(statistics, "heo2026", first)
+    else:
+        mapper, solved = _solve(statistics, preset, changes)
+    settled = mapper.config.anchor_start, mapper.config.anchor_layers
+    if settled not in anchors or not refits[anchors.index(settled)]:
         return mapper
-    depth = mapper.config.anchor_start + mapper.config.anchor_layers
-    if depth == geometries[1].num_layers:  # no map reads what comes out
-        return mapper
+    depth = sum(settled)
     # What the target makes of a predicted stream is not quite its own; the maps that read it are solved on what they
     # will be given. The anchor and the prediction stay.
     calibration["layout"] = replace(calibration["layout"], anchors=(depth,))
@@ -175,10 +182,12 @@ def fit_mapper(
         anchored_by=mapper,
         **calibration,
     )
-    changes |= {"anchor_start": mapper.config.anchor_start, "anchor_layers": mapper.config.anchor_layers}
-    changes["max_cost"] = mapper.config.selection.get("max_cost")
+    changes |= {"anchor_start": settled[0], "anchor_layers": settled[1]}
+    if chosen.chooses_anchor:
+        changes["max_cost"] = mapper.config.selection["max_cost"]
     refitted, _ = _solve(statistics, preset, changes, solved.entry)
-    refitted.config.selection["anchors"] = mapper.config.selection.get("anchors", [])
+    if chosen.chooses_anchor:
+        refitted.config.selection["anchors"] = mapper.config.selection["anchors"]
     return refitted
 
 

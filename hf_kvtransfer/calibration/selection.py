@@ -174,8 +174,8 @@ class Space:
         joint (`tuple[bool, ...]`): own kind, or both.
         window (`tuple[int, ...]`): previous tokens.
         orders (`tuple[str, ...]`):
-            `"ranked"`, by probes of one layer or, above an anchor, by what a layer adds to it; `"greedy"`, which is left
-            out beside the other where it takes long.
+            `"ranked"`, by probes of one layer or, above an anchor, by what a layer adds to it; `"greedy"`, which is
+            left out beside the other where it takes long.
         native (`range`, *optional*): target layers that need no maps, as the target runs them itself.
         anchor_depth (`int`, *optional*): where the residual stream is that the maps of later layers read.
         largest (`int`, *optional*): most multiplications per token of one map; no limit by default.
