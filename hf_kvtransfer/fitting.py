@@ -158,7 +158,7 @@ def fit_mapper(
     anchors = [] if isinstance(dataset, Iterator) else chosen.anchors(geometries[1].num_layers)
     # Whether maps will read what the target makes of a predicted stream, of which these statistics know nothing yet.
     refits = [start > 0 and start + layers < geometries[1].num_layers for start, layers in anchors]
-    if refits == [True]:
+    if refits == [True] and not chosen.chooses_anchor:
         # Of this first solution only what enters the anchor is needed.
         first = {**changes, "k": 1, "max_cost": None, "exact_prefix": chosen.tokens_before}
         mapper, solved = _solve(statistics, "heo2026", first)

@@ -22,6 +22,7 @@ def mapper(smollm2):
         target,
         example.calibration_texts(example.CALIBRATION),
         tokenizer=tokenizer,
+        preset="heo2026",
         k=8,
         sequence_length=256,
         num_sequences=40,
