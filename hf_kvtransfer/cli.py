@@ -33,7 +33,8 @@ app = typer.Typer(
 )
 
 app.command()(fit)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+# Its arguments are those of transformers' own parser, which also shows them.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(train)
 
 
 def _version(asked: bool) -> None:
