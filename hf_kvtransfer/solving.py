@@ -16,6 +16,7 @@ from .calibration.selection import (
     Candidate,
     Key,
     Space,
+    affordable,
     candidates,
     choose,
     refined,
@@ -200,6 +201,8 @@ def solve_selected(
             mapped = 2 * (depth - len(native))
             space = replace(space, largest=_LARGEST_SHARE * budget // max(mapped, 1))
         found = candidates(statistics, scorer, space)
+        if chosen.chooses_anchor and not affordable(found, budget):
+            continue
         picked = refined(statistics, scorer, space, found, choose(found, budget))
         # A predicted stream leaves its own error in everything that the target makes of it.
         error = total_error(picked) + (0 if entry is None else (1 - entry.r2) * 2 * len(native))

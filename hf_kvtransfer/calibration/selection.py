@@ -362,6 +362,13 @@ def pareto(ways: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
+def affordable(found: dict[Key, list[Candidate]], budget: int | None) -> bool:
+    """Whether a budget, in multiplications per token, allows one way per target layer and kind."""
+    if not all(found.values()):
+        return False
+    return budget is None or sum(min(way.multiplications for way in ways) for ways in found.values()) <= budget
+
+
 def choose(found: dict[Key, list[Candidate]], budget: int | None = None) -> dict[Key, Candidate]:
     """
     One way per target layer and kind, with the smallest summed error that the budget allows.
@@ -376,6 +383,12 @@ def choose(found: dict[Key, list[Candidate]], budget: int | None = None) -> dict
     Raises:
         CalibrationError: If not even the cheapest maps fit into the budget.
     """
+    if not affordable(found, budget):
+        raise CalibrationError(
+            f"The cheapest maps take more than the {budget or 0:,} multiplications per token that are left for them; "
+            "expected room for one map of each layer and kind. Allow a higher `max_cost`, or use fewer anchor layers "
+            "or a shorter suffix."
+        )
     fronts = {key: pareto(ways) for key, ways in found.items()}
     if budget is None:
         return {
@@ -384,11 +397,6 @@ def choose(found: dict[Key, list[Candidate]], budget: int | None = None) -> dict
         }
     chosen = {key: front[0] for key, front in fronts.items()}
     spent = sum(way.multiplications for way in chosen.values())
-    if spent > budget:
-        raise CalibrationError(
-            f"The cheapest maps take {spent:,} multiplications per token, the budget leaves {budget:,}; expected room "
-            "for them. Allow a higher `max_cost`, or use fewer anchor layers or a shorter suffix."
-        )
     while True:
         steps = []
         for key, front in fronts.items():
