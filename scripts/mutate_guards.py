@@ -33,7 +33,18 @@ TESTS = {
     "pairing": ["test_pairing.py"],
     "saving": ["test_mapper_files.py", "test_saving.py::TestDamagedConfigurations", "test_bad_input.py"],
     "digests": ["test_saving.py::TestDigests"],
-    "config": ["test_saving.py::TestDamagedConfigurations", "test_mapper_files.py"],
+    "config": [
+        "test_saving.py::TestDamagedConfigurations",
+        "test_mapper_files.py",
+        "test_anchors.py::TestConfigurationsThatContradictThemselves",
+    ],
+    "conversion": ["test_anchors.py"],
+    "native": ["test_native.py"],
+    "recipes": ["test_recipes.py::TestRefusals", "test_bad_input.py"],
+    "solving": ["test_recipes.py::TestAuto"],
+    "fitting": ["test_recipes.py"],
+    "calibration/layout": ["test_recipes.py::TestStatistics"],
+    "calibration/selection": ["test_selection.py", "test_recipes.py::TestAuto"],
 }
 
 

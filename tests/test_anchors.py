@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvtransfer import ConversionError, KVMapper
+from hf_kvtransfer import ConversionError, KVMapper, MapperFileError, PairMismatchError
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.blocks import run_block, stream_features, stream_from
-from hf_kvtransfer.features import Support
+from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.modules import decoder_of
 from hf_kvtransfer.native import run_native
 from hf_kvtransfer.positions import resolve_positions
@@ -360,6 +360,71 @@ def test_a_saved_mapper_converts_alike(source, qwen3, tmp_path, layers, start):
     for mine, other in zip(one.layers, two.layers, strict=True):
         assert torch.equal(mine.keys, other.keys)
         assert torch.equal(mine.values, other.values)
+
+
+ANCHOR = {"keys": Support((1,), anchor=True).to_dict(), "values": Support((1,), anchor=True).to_dict()}
+ENTRY = Support((0, 1)).to_dict()
+
+
+class TestConfigurationsThatContradictThemselves:
+    """As a damaged file or a slip of the hand makes them."""
+
+    @pytest.mark.parametrize(
+        ("settings", "sentence"),
+        [
+            ({"support": [None, None, None], "anchor_layers": 4}, "anchor runs 4 layers from layer 0 on, of a target"),
+            ({"support": [None, None, [0]]}, "Target layer 0 has no maps, and the target itself makes layers \\[\\]"),
+            ({"support": [[0], None, [0]], "anchor_layers": 1}, "Target layer 0 has maps"),
+            ({"support": [[0], ANCHOR, [0]]}, "Target layer 1 reads the anchor's output"),
+            ({"support": [[0], None, None], "anchor_layers": 1, "anchor_start": 1}, "is predicted from None"),
+            ({"support": [None, None, [0]], "anchor_layers": 1, "entry": ENTRY}, "is predicted from {"),
+            (
+                {"support": [[0], None, [0]], "anchor_layers": 0, "anchor_start": 1, "entry": ENTRY},
+                "one layer or more there",
+            ),
+            (
+                {"support": [ANCHOR, None, None], "anchor_layers": 1, "anchor_start": 1, "entry": ENTRY},
+                "Target layer 0 reads the anchor's output, which is there for layers from 3 on",
+            ),
+            (
+                {
+                    "support": [[0], None, None],
+                    "anchor_layers": 1,
+                    "anchor_start": 1,
+                    "entry": {**ENTRY, "layers": [0, 7]},
+                },
+                "is predicted from {",
+            ),
+            (
+                {
+                    "support": [[0], None, None],
+                    "anchor_layers": 1,
+                    "anchor_start": 1,
+                    "entry": {**ENTRY, "window": 10**9},
+                },
+                "is predicted from {",
+            ),
+            ({"support": [dict.fromkeys(KINDS, Support((1,), window=10**12))] * 3}, "numbers of a token; expected"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_anchor_and_maps(self, qwen3, settings, sentence):
+        with pytest.raises(PairMismatchError, match=sentence):
+            KVMapper.for_pair(qwen3, qwen3, **settings)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("anchor_layers", -1), ("anchor_start", True), ("exact_prefix", "4"), ("exact_suffix", -2), ("entry", {})],
+    )
+    def test_values_of_another_type(self, qwen3, name, value):
+        with pytest.raises(MapperFileError, match=f"`{name}` of this KVMapperConfig"):
+            KVMapper.for_pair(qwen3, qwen3, **{name: value})
+
+    def test_a_size_that_no_model_has(self, qwen3):
+        config = KVMapper.for_pair(qwen3, qwen3, support=[[0], [1], [2]]).config
+        config.target_geometry["hidden_size"] = 10**12
+        with pytest.raises(MapperFileError, match="`hidden_size` is 1000000000000"):
+            KVMapper(config)
 
 
 class TestRefusals:
