@@ -172,7 +172,8 @@ def solve_selected(
 ) -> Solved:
     """Every map its own support and λ, chosen by held-out attention-output error; the anchor by the sum of them."""
     layers, depth = statistics.source.num_layers, statistics.target.num_layers
-    scorer = AttentionScorer(statistics, RotaryCodec.from_config(config.model_config("target")))
+    codec = RotaryCodec.from_config(config.model_config("target"))
+    scorer = AttentionScorer(statistics, codec, chosen.tokens_before)
     costs = layer_costs(config.model_config("target"))
     max_cost = MAX_COST if chosen.max_cost is None and chosen.chooses_anchor else chosen.max_cost
     ks = {"auto": (*(k for k in K_GRID if k < layers), layers), "all": (layers,)}.get(chosen.k, (chosen.k,))

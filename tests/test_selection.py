@@ -101,6 +101,22 @@ def test_the_error_is_that_of_the_targets_own_attention(name, kind):
     assert found == pytest.approx(literal, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_the_target_reads_itself_have_no_error(kind):
+    source, target = build("llama", seed=5), build("qwen3")
+    statistics, scorer, _ = read_by(source, target)
+    support, geometry = Support((0,)), statistics.target.layers[1]
+    given = (1, kind), support, torch.randn(geometry.width, support.width(statistics.source, geometry, 0))
+    errors = [
+        AttentionScorer(statistics, RotaryCodec.from_model(target), exact_prefix).error(
+            *given, torch.zeros(geometry.width), None
+        )
+        for exact_prefix in (0, 4, TOKENS)
+    ]
+    assert errors[0] == scorer.error(*given, torch.zeros(geometry.width), None)
+    assert errors[0] > errors[1] > errors[2] == 0
+
+
 def test_native_content_has_no_error_and_nothing_at_all_has_much():
     model = build("qwen3")
     _, scorer, _ = read_by(model, model)

@@ -75,18 +75,22 @@ class AttentionScorer:
     Args:
         statistics (`CalibrationStatistics`): with a sample.
         codec (`RotaryCodec`): of the target.
+        exact_prefix (`int`, *optional*, defaults to 0):
+            How many of the first tokens the target reads itself, whatever a map makes of them. Attention falls back on
+            them, so that an error there would count more than all others.
 
     Raises:
         CalibrationError: If the statistics hold no sample.
     """
 
-    def __init__(self, statistics: CalibrationStatistics, codec: RotaryCodec) -> None:
+    def __init__(self, statistics: CalibrationStatistics, codec: RotaryCodec, exact_prefix: int = 0) -> None:
         if statistics.sample is None:
             raise CalibrationError(
                 "These statistics hold no sample of held-out sequences, on which recipes are compared; expected some. "
                 'Collect them with the preset "auto" and a `heldout_fraction` above zero, on more than one sequence.'
             )
         self._statistics, self._sample, self._codec = statistics, statistics.sample, codec
+        self._exact_prefix = exact_prefix
         # Where maps are solved; the sample itself may be larger than what is left there.
         self._device = statistics.splits["fit"][statistics.layout.names[0]].mean_x.device
         positions = torch.arange(self._sample.tokens, device=self._device)[None]
@@ -122,7 +126,8 @@ class AttentionScorer:
             # One layer at a time: candidates come layer by layer.
             self._native = {layer: (probabilities, values, attention_output(probabilities, values))}
         probabilities, values, output = self._native[layer]
-        states = self._heads(content, layer)
+        states, exact = self._heads(content, layer), self._native_content(layer)[KINDS.index(kind)]
+        states[:, :, : self._exact_prefix] = self._heads(exact, layer)[:, :, : self._exact_prefix]
         if kind == "keys":
             rotated = self._codec.apply(states, self._tables, layer)
             changed = attention_output(attention_probabilities(self._sample.records[layer], rotated), values)
