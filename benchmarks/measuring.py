@@ -194,7 +194,7 @@ def measure(pair: Pair, folder: Path, say: Any = print) -> dict[str, Any]:
     source, target, tokenizer = load(pair)
     mappers = mappers_of(pair, source, target, tokenizer, folder, say)
     read = SharedPrefill(source)
-    way, main, _ = mappers[pair.main]
+    main = mappers[pair.main][1]
     # The source alone, the target native, no context and, where shapes allow, the raw cache; with the controls of
     # the main recipe, which are this benchmark's own, since they share the source's prefill.
     alone = [c for c in conditions(source, target, main) if c.name not in ("transferred", "random mapper")]
@@ -233,7 +233,7 @@ def measure(pair: Pair, folder: Path, say: Any = print) -> dict[str, Any]:
         }
         say(f"  text {reading.name}: after {time.perf_counter() - started:.0f} s")
     first = pair.readings[0]
-    for name, (_, mapper, described) in mappers.items():
+    for _, mapper, described in mappers.values():
         fidelity = measure_fidelity(
             _converter(mapper, read, target),
             target,

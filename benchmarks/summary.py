@@ -104,7 +104,7 @@ def _columns(raw: dict[str, Any]) -> dict[str, dict[str, tuple[Sequence[float], 
 
 
 def _against_published(raw: dict[str, Any], samples: int) -> list[dict[str, Any]]:
-    """What the cache alone is worth by the recipe that selects, beside the published ones: differences, up is better."""
+    """The cache alone: how much better the recipe that selects is than the published ones; above zero it is."""
     measures = {name: (columns, documents, more) for name, (columns, documents, more) in _compared(raw).items()}
     for reading, conditions in raw["readings"].items():
         for field, title, is_more in (("kl", "KL", False), ("agreement", "top-1 agreement", True)):
