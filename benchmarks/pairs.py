@@ -159,11 +159,11 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
     if not all((checkpoint / "config.json").exists() for checkpoint in (source, target)):
         _example().make_checkpoints(target, source, removed)
     calibration, selection, test, note = _smollm2_texts(data)
-    choices, (sequences, stride) = {}, (120, 2)
+    choices, (sequences, stride) = {}, (72, 2)
     for name, shots in (("arc-easy", "dev.json"), ("piqa", "test.json")):
         if (data / name / "test.json").is_file():
             asked, shown = read_choices(data / name / "test.json"), read_choices(data / name / shots)[:_SHOTS]
-            choices[name] = [choice for choice in asked if choice not in shown][:100], shown
+            choices[name] = [choice for choice in asked if choice not in shown][:60], shown
     start, layers = BLOCK
     return Pair(
         name=f"smollm2-{which}",
@@ -175,7 +175,7 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
         test=test,
         sums={
             "all": Sums(
-                FeatureLayout(joint=True, anchors=(EMBEDDED, start, start + layers)), 1024, sequences, 16, stride
+                FeatureLayout(joint=True, anchors=(EMBEDDED, start, start + layers)), 1024, sequences, 8, stride
             ),
             # The maps above a predicted stream are solved on what the target makes of it. Only the prediction matters
             # here, so that the maps are the cheapest there are.
@@ -183,7 +183,7 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
                 FeatureLayout(joint=True, anchors=(start, start + layers), skip=4),
                 1024,
                 sequences,
-                16,
+                8,
                 stride,
                 anchored_by={
                     "preset": "heo2026",
@@ -194,11 +194,11 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
                 },
             ),
             # As many rows as in arXiv 2609.00891: these sums are of one system for each head, layer and kind.
-            "weighted": Sums(FeatureLayout(), 1024, 50, 16, 4, True),
+            "weighted": Sums(FeatureLayout(), 1024, 25, 8, 2, True),
         },
         ways=SMOLLM2,
         main="auto, predicted anchor",
-        readings=(Reading(1024, 1024, 12, True), Reading(256, 128, 40)),
+        readings=(Reading(1024, 1024, 8, True), Reading(256, 128, 32)),
         choices=choices,
         dtype="bfloat16",
         bars={"recipes": ("auto, predicted anchor",), "cost": 0.4, "kept": 0.9 if which == "middle" else 0.75},

@@ -66,7 +66,7 @@ def prepare(arguments: argparse.Namespace, names: list[str]) -> None:
 
     for name in names:
         if name.startswith("smollm2") and (arguments.again or not _result(arguments, name).exists()):
-            smollm2(name.removeprefix("smollm2-"), arguments.out, arguments.data)
+            smollm2(name.removeprefix("smollm2-"), arguments.out / "checkpoints", arguments.data)
 
 
 def run_one(arguments: argparse.Namespace, name: str) -> bool:
@@ -97,7 +97,7 @@ def measure_one(arguments: argparse.Namespace) -> None:
     if name.startswith("tiny"):
         pair = tiny(*name.split("-")[1:], small=arguments.small)
     else:
-        pair = smollm2(name.removeprefix("smollm2-"), arguments.out, arguments.data)
+        pair = smollm2(name.removeprefix("smollm2-"), arguments.out / "checkpoints", arguments.data)
     print(f"{pair.title}{f' ({pair.note})' if pair.note else ''}", flush=True)
     raw = measure(pair, arguments.out / name, say=lambda text: print(f"{name}:{text}", flush=True))
     written = _result(arguments, name).with_suffix(".part")
@@ -147,7 +147,7 @@ def _result(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def _is_made(out: Path, name: str) -> bool:
-    return all((out / folder / "config.json").exists() for folder in (name, "smollm2"))
+    return all((out / "checkpoints" / folder / "config.json").exists() for folder in (name, "smollm2"))
 
 
 if __name__ == "__main__":
