@@ -128,17 +128,21 @@ def solve_published(
     if chosen.k != "auto":
         return Solved(solve(chosen.k, chosen.weighted), ridge_lambda, anchor, entry)
     tried: dict[str, float] = {}
-    best: tuple[float, int, RidgeSolution] | None = None
-    for k in ks:
+
+    def scored(k: int) -> RidgeSolution:
         solution = solve(k, False)
         figures = r2(statistics, solution, "heldout")
         tried[str(k)] = mean([*figures["keys_per_layer"], *figures["values_per_layer"]])
-        if best is None or tried[str(k)] > best[0]:
-            best = (tried[str(k)], k, solution)
-    if best is None:
-        raise CalibrationError("The source has no layers to choose from; expected at least one.")
-    logger.info(f"k = {best[1]} has the highest held-out R² ({best[0]:.3f}) among {tried}")
-    solution = solve(best[1], True) if chosen.weighted else best[2]
+        return solution
+
+    best, solution = ks[0], scored(ks[0])
+    for k in ks[1:]:
+        other = scored(k)
+        if tried[str(k)] > tried[str(best)]:
+            best, solution = k, other
+    logger.info(f"k = {best} has the highest held-out R² ({tried[str(best)]:.3f}) among {tried}")
+    if chosen.weighted:
+        solution = solve(best, True)
     return Solved(solution, ridge_lambda, anchor, entry, k_candidates=tried)
 
 

@@ -38,7 +38,7 @@ TESTS = {
         "test_mapper_files.py",
         "test_anchors.py::TestConfigurationsThatContradictThemselves",
     ],
-    "conversion": ["test_anchors.py"],
+    "conversion": ["test_anchors.py", "test_convert.py"],
     "native": ["test_native.py"],
     "recipes": ["test_recipes.py::TestRefusals", "test_bad_input.py"],
     "solving": ["test_recipes.py::TestAuto"],

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from hf_kvtransfer import ConversionError, KVMapper, MapperFileError, PairMismatchError
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.blocks import run_block, stream_features, stream_from
+from hf_kvtransfer.conversion import anchor_output
 from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.modules import decoder_of
 from hf_kvtransfer.native import run_native
@@ -257,6 +258,18 @@ def test_a_predicted_stream_is_what_the_block_is_given(source, qwen3):
     assert_close(cache.layers[2].values, run.values[1])
     with pytest.raises(ConversionError, match="predicts no residual stream"):
         anchored(source, qwen3, 1).predicted_stream(plain, positions, 0, TOKENS)
+
+
+@pytest.mark.parametrize(("layers", "start"), [(1, 0), (1, 1)])
+def test_what_the_anchor_puts_out_is_what_maps_are_given(source, qwen3, layers, start):
+    given = ids()
+    mapper, read = anchored(source, qwen3, layers, start, exact_prefix=2), native(source, given)
+    hidden = anchor_output(mapper, read, qwen3, given)
+    assert hidden.shape == (2, TOKENS - 2, 65)
+    if not start:
+        torch.testing.assert_close(hidden, stream_features(run_native(qwen3, given, layers=layers).hidden)[:, 2:])
+        with pytest.raises(ConversionError, match="puts nothing out that a map could read"):
+            anchor_output(anchored(source, qwen3, DEPTH), read, qwen3, given)
 
 
 SLIDING = [name for name in NAMES if name in ("gemma3", "mistral-sliding", "cohere2", "gpt_oss")]
