@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .modules import decoder_of
-from .native import NativeRun, rms_normalised, run_native
-
-
-# Below any residual stream of a real token.
-_SMALLEST = 1e-6
+from .native import NORM_EPS, NativeRun, rms_normalised, run_native
 
 
 def stream_features(hidden: Tensor) -> Tensor:
@@ -25,7 +21,8 @@ def stream_features(hidden: Tensor) -> Tensor:
     Returns:
         `torch.Tensor` of shape `[..., hidden_size + 1]`, in float32.
     """
-    size = hidden.float().square().mean(-1, keepdim=True).sqrt().clamp(min=_SMALLEST)
+    # The size by which `rms_normalised` divides, so that the two together are the stream.
+    size = (hidden.float().square().mean(-1, keepdim=True) + NORM_EPS).sqrt()
     return torch.cat([rms_normalised(hidden), size.log()], dim=-1)
 
 

@@ -36,7 +36,9 @@ def fit(
     preset: Annotated[
         str, typer.Option(help='The recipe: "auto", or a published one, "heo2026" or "cachebridge2026".')
     ] = "auto",
-    k: Annotated[str, typer.Option(help='Source layers per target layer: a number, "all", or "auto".')] = "auto",
+    k: Annotated[
+        str, typer.Option(help='Source layers per target layer: a number (0: the anchor alone), "all", or "auto".')
+    ] = "auto",
     ridge_lambda: Annotated[float | None, typer.Option(help="λ, on the unnormalised Gram matrix.")] = None,
     heads: Annotated[str | None, typer.Option(help='Source heads that a target head reads: "full" or "local".')] = None,
     joint: Annotated[bool | None, typer.Option(help="Read keys and values together to make either.")] = None,

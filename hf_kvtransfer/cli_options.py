@@ -43,7 +43,7 @@ def fail(sentence: str, code: int = 1) -> NoReturn:
 def parsed_k(value: str) -> Any:
     if value in ("auto", "all"):
         return value
-    if not (value.isascii() and value.isdecimal()) or int(value) < 1:
+    if not (value.isascii() and value.isdecimal()):
         raise typer.BadParameter(f'{value!r} is not a number of layers, "all" or "auto".')
     return int(value)
 

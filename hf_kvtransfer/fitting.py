@@ -137,6 +137,13 @@ def fit_mapper(
         "exact_suffix": exact_suffix,
     }
     chosen = recipe(preset, **changes)
+    sequences = calibration.get("num_sequences")
+    is_single = sequences == 1 and not isinstance(sequences, bool)
+    if chosen.selects and (calibration.get("heldout_fraction") == 0 or is_single):
+        raise CalibrationError(
+            'The preset "auto" compares recipes on held-out sequences, and none are to be held out; expected a '
+            "`heldout_fraction` above 0 and two sequences or more. Hold some out, or use a published preset."
+        )
     if statistics_dir is not None:
         check_writable(statistics_dir)
     geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)

@@ -247,7 +247,8 @@ class KVMapper(PreTrainedModel):
                 How many of the first tokens of each row the target reads itself; they are exact, by causality. By
                 default as the mapper was made for, mostly 0.
             exact_suffix (`int`, *optional*):
-                How many of the last tokens the target reads itself, on top of the converted ones. Likewise.
+                How many of the last tokens the target reads itself, on top of the converted ones. Likewise. They stay
+                so in a cache that is later given as `into`.
 
         Returns:
             [`TransferredCache`]: holding `tokens − hold_back` tokens; or `into` itself.

@@ -17,7 +17,7 @@ from .modules import decoder_of, evaluation_mode
 
 
 # So small that it only matters for rows of zeros.
-_EPS = 1e-6
+NORM_EPS = 1e-6
 
 # What a config may ask the decoder to collect. Nothing of it is wanted here, and the oldest supported releases leave
 # wrappers around the layers when a pass that collects is stopped.
@@ -59,7 +59,7 @@ def rms_normalised(hidden: Tensor) -> Tensor:
         `torch.Tensor` of the same shape, in float32.
     """
     hidden = hidden.float()
-    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + _EPS)
+    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + NORM_EPS)
 
 
 @torch.no_grad()

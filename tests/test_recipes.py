@@ -481,6 +481,15 @@ class TestRefusals:
         with pytest.raises(CalibrationError, match="anchor_layers is 9 from layer 0 on, expected"):
             KVMapper.from_statistics(plain, anchor_layers=9)
 
+    @pytest.mark.parametrize("nothing", [{"heldout_fraction": 0}, {"num_sequences": 1}], ids=str)
+    def test_nothing_to_compare_on_is_refused_before_the_text_is_read(self, pair, family_tokenizer, nothing):
+        def unread():
+            raise AssertionError("the text was read")
+            yield
+
+        with pytest.raises(CalibrationError, match="none are to be held out"):
+            KVMapper.fit(*pair, unread(), tokenizer=family_tokenizer, **nothing)
+
     def test_none_leaves_what_the_preset_says(self):
         for name, preset in PRESETS.items():
             assert recipe(name, k=None, heads=None, weighted=None) == preset

@@ -123,8 +123,8 @@ class AttentionScorer:
             keys, values = (self._heads(part, layer) for part in self._native_content(layer))
             keys = self._codec.apply(keys, self._tables, layer)
             probabilities = attention_probabilities(self._sample.records[layer], keys)
-            # One layer at a time: candidates come layer by layer.
-            self._native = {layer: (probabilities, values, attention_output(probabilities, values))}
+            # Small beside the sums: some queries of a few sequences.
+            self._native[layer] = probabilities, values, attention_output(probabilities, values)
         probabilities, values, output = self._native[layer]
         states, exact = self._heads(content, layer), self._native_content(layer)[KINDS.index(kind)]
         states[:, :, : self._exact_prefix] = self._heads(exact, layer)[:, :, : self._exact_prefix]
