@@ -61,7 +61,7 @@ def _panel(axis: Any, pair: dict[str, Any], share: str) -> None:
     for role, (colour, marker, label) in _STYLES.items():
         points = []
         for name, described in pair["recipes"].items():
-            point, low, high = pair["figures"][name][measure]
+            point, low, high = pair["figures"][name].get(measure, (math.nan,) * 3)
             if described["role"] != role or math.isnan(point):
                 continue
             if point < _LOWEST:

@@ -136,7 +136,7 @@ def tiny(source: str, target: str, small: bool = False) -> Pair:
         calibration=calibration,
         selection=[q.document + q.question + q.answer + "." for q in read_questions(data / "selection.jsonl")],
         test=[(data / "text_test.txt").read_text(encoding="utf-8")],
-        sums={"all": Sums(layout, 256, 60 if small else 600, 10 if small else 80, 1, True)},
+        sums={"all": Sums(layout, 256, 60 if small else 600, 10 if small else 40, 1, True)},
         ways=TINY_UP if up else TINY_DOWN,
         main="auto, 1 anchor layer",
         readings=(Reading(128, 128, 3 if small else 50),),
