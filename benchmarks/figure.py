@@ -57,7 +57,7 @@ def draw(pairs: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _panel(axis: Any, pair: dict[str, Any], share: str) -> None:
     measure = f"text {pair['readings'][0]}, NLL, {share}"
-    below = 0
+    below = shown = 0
     for role, (colour, marker, label) in _STYLES.items():
         points = []
         for name, described in pair["recipes"].items():
@@ -68,6 +68,7 @@ def _panel(axis: Any, pair: dict[str, Any], share: str) -> None:
                 below += 1
                 continue
             points.append((described["cost"]["here"], point, point - low, high - point))
+        shown += len(points)
         if points:
             cost, middle, down, up = zip(*points, strict=True)
             axis.errorbar(
@@ -89,6 +90,8 @@ def _panel(axis: Any, pair: dict[str, Any], share: str) -> None:
     if promised and share == "kept":
         axis.axhline(promised["kept"], color="#D55E00", linewidth=0.8, linestyle="--")
         axis.axvline(promised["cost"], color="#D55E00", linewidth=0.8, linestyle="--")
+    if not shown:
+        axis.annotate("no gap: the source is\nthe better model", (0.5, 0.5), xycoords="axes fraction", ha="center")
     if below:
         axis.annotate(f"{below} below {_LOWEST:g}", (0.97, 0.03), xycoords="axes fraction", ha="right", fontsize=8)
     axis.set_ylim(_LOWEST, 1.12)

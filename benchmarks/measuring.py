@@ -30,7 +30,6 @@ from .training import trained
 
 # With few tokens after the context: what is predicted there is measured by the readings.
 _FIDELITY_SCORED = 8
-_FIDELITY_TOKENS = 2048
 
 
 class SharedPrefill:
@@ -241,7 +240,7 @@ def measure(pair: Pair, folder: Path, say: Any = print) -> dict[str, Any]:
             tokenizer,
             prefix=first.prefix,
             scored=min(_FIDELITY_SCORED, first.scored),
-            max_chunks=min(_FIDELITY_TOKENS // first.prefix, first.chunks),
+            max_chunks=min(pair.attention_chunks, first.chunks),
         )
         described["attention_cosine"] = fidelity.chunk_cosine
         described["r2_test"] = {kind: fidelity.means()[f"r2_{kind}"] for kind in ("keys", "values")}

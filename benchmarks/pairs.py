@@ -89,6 +89,7 @@ class Pair:
         questions (`list[Question]`, *optional*): look-ups.
         choices (`dict[str, tuple[list[Choice], list[Choice]]]`, *optional*): multiple choice: questions and shots.
         dtype (`str`, *optional*, defaults to `"float32"`): of the models.
+        attention_chunks (`int`, *optional*, defaults to 16): pieces of the first reading on which attention is read.
         bars (`dict`, *optional*): what was promised: `recipes` that keep `kept` at `cost`.
         note (`str`, *optional*): what a reader has to know of the data.
     """
@@ -107,6 +108,7 @@ class Pair:
     questions: list[Question] = field(default_factory=list)
     choices: dict[str, tuple[list[Choice], list[Choice]]] = field(default_factory=dict)
     dtype: str = "float32"
+    attention_chunks: int = 16
     bars: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -160,10 +162,10 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
         _example().make_checkpoints(target, source, removed)
     calibration, selection, test, note = _smollm2_texts(data)
     choices, (sequences, stride) = {}, (72, 2)
-    for name, shots in (("arc-easy", "dev.json"), ("piqa", "test.json")):
+    for name, shots, count in (("arc-easy", "dev.json", 40), ("piqa", "test.json", 20)):
         if (data / name / "test.json").is_file():
             asked, shown = read_choices(data / name / "test.json"), read_choices(data / name / shots)[:_SHOTS]
-            choices[name] = [choice for choice in asked if choice not in shown][:60], shown
+            choices[name] = [choice for choice in asked if choice not in shown][:count], shown
     start, layers = BLOCK
     return Pair(
         name=f"smollm2-{which}",
@@ -198,9 +200,10 @@ def smollm2(which: str, folder: Path, data: Path) -> Pair:
         },
         ways=SMOLLM2,
         main="auto, predicted anchor",
-        readings=(Reading(1024, 1024, 8, True), Reading(256, 128, 32)),
+        readings=(Reading(1024, 1024, 8, True), Reading(256, 128, 20)),
         choices=choices,
         dtype="bfloat16",
+        attention_chunks=1,
         bars={"recipes": ("auto, predicted anchor",), "cost": 0.4, "kept": 0.9 if which == "middle" else 0.75},
         note=note,
     )

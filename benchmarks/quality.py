@@ -12,12 +12,14 @@ that is finished is not measured again. The tiny family comes with the repositor
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 
 PAIRS = ("tiny-small-large", "tiny-large-small", "smollm2-middle", "smollm2-early")
@@ -122,7 +124,7 @@ def report(arguments: argparse.Namespace, names: list[str]) -> None:
         places.append(PAGE.with_suffix(""))
         _write_tables(text)
     for place in places:
-        place.with_suffix(".json").write_text(json.dumps(pairs, indent=1, allow_nan=True) + "\n", encoding="utf-8")
+        place.with_suffix(".json").write_text(json.dumps(_plain(pairs), indent=1) + "\n", encoding="utf-8")
         if importlib.util.find_spec("matplotlib") is None:
             print("No figure: pip install hf_kvtransfer[plots]")
         else:
@@ -131,6 +133,15 @@ def report(arguments: argparse.Namespace, names: list[str]) -> None:
             draw(pairs, place.with_suffix(".svg"))
             draw(pairs, arguments.out / "quality.png")
     (arguments.out / "quality.md").write_text(text, encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """What is not a number is null, which JSON knows."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_tables(text: str) -> None:

@@ -1,7 +1,7 @@
 """From one value for each document to figures with intervals, to what was promised, and to tables."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hf_kvtransfer.evaluation import Interval, bootstrap, context_value_kept, difference, gap_recovered, mean_interval
@@ -9,6 +9,8 @@ from hf_kvtransfer.evaluation import Interval, bootstrap, context_value_kept, di
 
 ALONE, NATIVE, NOTHING = "source alone", "target native", "no context"
 FREE, PUBLISHED = "auto", ("heo2026", "cachebridge2026")
+# Of fewer documents than this an interval says nothing; of one it would be empty, and every difference beyond it.
+_FEWEST = 5
 Figures = dict[str, Any]
 
 
@@ -27,12 +29,11 @@ def summary(raw: dict[str, Any], samples: int = 2000) -> dict[str, Any]:
     figures: dict[str, Figures] = {}
     for name, values in _columns(raw).items():
         for measure, (columns, documents) in values.items():
-            figures.setdefault(name, {})[measure] = _as_list(
-                mean_interval(columns, documents=documents, samples=samples)
-            )
-    for measure, (columns, documents, _) in _compared(raw).items():
+            interval = mean_interval(columns, documents=documents, samples=samples)
+            figures.setdefault(name, {})[measure] = _as_list(interval)
+    for measure, (columns, documents, is_more) in _compared(raw).items():
         for name in columns:
-            for share, statistic in (("gap", _gap), ("kept", _kept)):
+            for share, statistic in (("gap", _gap(is_more)), ("kept", _kept)):
                 triple = {"this": columns[name], **{other: columns[other] for other in (ALONE, NATIVE, NOTHING)}}
                 interval = bootstrap(triple, statistic, documents=documents, samples=samples)
                 figures[name][f"{measure}, {share}"] = _as_list(interval)
@@ -50,8 +51,14 @@ def summary(raw: dict[str, Any], samples: int = 2000) -> dict[str, Any]:
     }
 
 
-def _gap(mean: dict[str, float]) -> float:
-    return gap_recovered(mean["this"], mean[ALONE], mean[NATIVE])
+def _gap(is_more: bool) -> Callable[[dict[str, float]], float]:
+    """Where the source is the better model there is no gap to recover."""
+
+    def gap(mean: dict[str, float]) -> float:
+        has_gap = mean[NATIVE] > mean[ALONE] if is_more else mean[NATIVE] < mean[ALONE]
+        return gap_recovered(mean["this"], mean[ALONE], mean[NATIVE]) if has_gap else math.nan
+
+    return gap
 
 
 def _kept(mean: dict[str, float]) -> float:
@@ -119,6 +126,8 @@ def _against_published(raw: dict[str, Any], samples: int) -> list[dict[str, Any]
                 continue
             pair = (columns[FREE], columns[preset]) if is_more else (columns[preset], columns[FREE])
             interval = difference(*pair, documents=documents, samples=samples)
+            if len(set(documents or range(len(pair[0])))) < _FEWEST:
+                interval = Interval(interval.point, math.nan, math.nan)
             rows.append({"measure": measure, "preset": preset, "difference": _as_list(interval)})
     return rows
 
@@ -135,16 +144,17 @@ def bars(pairs: Sequence[dict[str, Any]]) -> list[tuple[str, str, bool]]:
         promised = pair["bars"]
         if promised:
             rows += [_quality_bar(pair, name, promised) for name in promised["recipes"] if name in pair["recipes"]]
-    compared = [row for pair in pairs for row in pair["against_published"]]
-    beyond = sum(row["difference"][1] > 0 for row in compared)
-    worse = sum(row["difference"][2] < 0 for row in compared)
-    below = sum(row["difference"][0] < 0 for row in compared)
+    compared = [row["difference"] for pair in pairs for row in pair["against_published"]]
+    beyond = sum(low > 0 for _, low, _ in compared)
+    worse = sum(high < 0 for _, _, high in compared)
+    below = sum(point < 0 for point, _, _ in compared)
+    few = sum(math.isnan(low) for _, low, _ in compared)
     if compared:
         rows.append(
             (
                 "cache alone: `auto` no worse than either published recipe, better beyond the interval on half",
                 f"of {len(compared)} comparisons {beyond} better and {worse} worse beyond the interval; {below} with a "
-                "worse mean",
+                f"worse mean{f'; {few} of too few documents for an interval' if few else ''}",
                 not worse and 2 * beyond >= len(compared),
             )
         )
@@ -184,7 +194,18 @@ def tables(pair: dict[str, Any]) -> str:
 
 
 def _text_table(pair: dict[str, Any], reading: str) -> str:
-    header = ["", "cost", "R² K / V", "cosine", "NLL", "perplexity", "KL", "top-1", "gap recovered", "context value kept"]
+    header = [
+        "",
+        "cost",
+        "R² K / V",
+        "cosine",
+        "NLL",
+        "perplexity",
+        "KL",
+        "top-1",
+        "gap recovered",
+        "context value kept",
+    ]
     rows = []
     for name, figures in pair["figures"].items():
         if f"text {reading}, NLL" not in figures:
@@ -284,9 +305,13 @@ def _percent(value: float) -> str:
 
 def _share(interval: Sequence[float]) -> str:
     point, low, high = interval
-    if any(map(math.isnan, interval)) or max(map(abs, interval)) > 99:
+    if any(map(math.isnan, interval)):
         return "–"
-    return f"{100 * point:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+    if high < -1:
+        return "below −100 %"
+    # Minus zero is zero.
+    point, low, high = (round(100 * value) + 0 for value in interval)
+    return f"{point} % [{low}, {high}]"
 
 
 def _number(interval: Sequence[float], digits: int) -> str:
