@@ -15,7 +15,7 @@ _STYLES = {
     "ingredient": ("#999999", ".", "one ingredient changed"),
     "control": ("#CC79A7", "X", "control: the target's layers without the source"),
 }
-_LOWEST = -0.6
+_LOWEST = -0.4
 
 
 def draw(pairs: Sequence[dict[str, Any]], path: Path) -> None:
