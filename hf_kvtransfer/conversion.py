@@ -12,12 +12,17 @@ from .blocks import run_block, stream_features
 from .errors import ConversionError
 from .native import NativeRun, run_native
 from .positions import Positions
+from .rope import RotaryCodec
 from .source import SourceCache, read_source_cache
 
 
 if TYPE_CHECKING:
     from .mapper import KVMapper
 
+
+# Mean distance of first-layer keys from those of the same id, relative to their size: 0.005 in bfloat16, 0.2 or more
+# for another text.
+_OTHER_TEXT = 0.1
 
 Entries = list[tuple[Tensor, Tensor]]
 """Keys and values per layer, each `[batch, kv_heads, tokens, head_dim]`, rotated as the target caches them."""
@@ -121,7 +126,7 @@ def convert_entries(
     if side is None:
         return _mapped(mapper, source, positions, start, stop, None, validate)
     parts: list[Entries] = []
-    native = _NativeReader(side, positions, _held_entries(held, start), start)
+    native = _NativeReader(side, positions, _held_entries(held, start), start, validate)
     prefix = side.exact_prefix + (0 if positions.mask is None else _left_padding(positions.mask))
     begin = min(max(prefix, start), stop) if side.exact_prefix else start
     if begin > start:
@@ -154,7 +159,7 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
     counted = torch.arange(source.num_tokens, device=input_ids.device)[None]
     prefix = mapper.config.exact_prefix
     side = TargetSide(target, input_ids, prefix, 0)
-    native = _NativeReader(side, Positions(counted, counted, None), None, 0)
+    native = _NativeReader(side, Positions(counted, counted, None), None, 0, validate=True)
     parts = [native.read([], 0, prefix)] if prefix else []
     with torch.autocast(input_ids.device.type, enabled=False):
         _, hidden = native.anchor(mapper, source, parts, prefix, source.num_tokens)
@@ -169,12 +174,16 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
 class _NativeReader:
     """Runs the target over ranges of the context, on top of what there is."""
 
-    def __init__(self, side: TargetSide, positions: Positions, held: Entries | None, start: int) -> None:
+    def __init__(
+        self, side: TargetSide, positions: Positions, held: Entries | None, start: int, validate: bool
+    ) -> None:
         self._side, self._positions, self._held, self._start = side, positions, held, start
+        self._validate = validate
 
     def read(self, parts: Sequence[Entries], start: int, stop: int) -> Entries:
         """All layers."""
-        return _entries(run_native(self._side.model, *self._ids(start, stop), **self._given(parts, start, stop)))
+        run = run_native(self._side.model, *self._ids(start, stop), **self._given(parts, start, stop))
+        return self._entries(run, start, stop)
 
     def anchor(
         self, mapper: "KVMapper", source: SourceCache, parts: Sequence[Entries], start: int, stop: int
@@ -187,6 +196,16 @@ class _NativeReader:
         given = self._given(parts, start, stop, layers)
         if config.anchor_start:
             entry = mapper.predicted_stream(source, self._positions, start, stop)
+            mask = self._positions.mask
+            if mask is not None:
+                # What padding holds would reach real tokens, as zero times NaN.
+                entry = entry.where(mask[:, start:stop, None].to(entry.device) != 0, 0)
+            if self._validate and not bool(torch.isfinite(entry).all()):
+                raise ConversionError(
+                    f"The residual stream that is predicted for target layer {config.anchor_start} has NaN or infinite "
+                    "numbers, from a finite source cache; expected finite ones. The mapper's weights are damaged: load "
+                    "them again."
+                )
             run = run_block(
                 model,
                 *self._ids(start, stop),
@@ -197,7 +216,22 @@ class _NativeReader:
             )
         else:
             run = run_native(model, *self._ids(start, stop), layers=config.anchor_layers, **given)
-        return _entries(run), None if run.hidden is None else stream_features(run.hidden)
+        return self._entries(run, start, stop), None if run.hidden is None else stream_features(run.hidden)
+
+    def _entries(self, run: NativeRun, start: int, stop: int) -> Entries:
+        made = list(zip(run.keys, run.values, strict=True))
+        if self._validate:
+            mask = None if self._positions.mask is None else self._positions.mask[:, start:stop, None] != 0
+            states = [state.transpose(1, 2).flatten(2) for entry in made for state in entry]
+            for state in [*states, *([] if run.hidden is None else [run.hidden])]:
+                finite = torch.isfinite(state)
+                if not bool((finite if mask is None else finite | ~mask.to(state.device)).all()):
+                    raise ConversionError(
+                        "The target's own layers give NaN or infinite numbers over the context; expected finite ones. "
+                        "The target itself overflows (common in float16), or its weights are damaged: run it in "
+                        "bfloat16 or float32, or load it again."
+                    )
+        return made
 
     def _ids(self, start: int, stop: int) -> tuple[Tensor]:
         return (self._side.input_ids[:, start:stop],)
@@ -217,10 +251,6 @@ class _NativeReader:
             "attention_mask": None if self._positions.mask is None else self._positions.mask[:, :stop],
             "position_ids": self._positions.target[:, start:stop],
         }
-
-
-def _entries(run: NativeRun) -> Entries:
-    return list(zip(run.keys, run.values, strict=True))
 
 
 def _mapped(
@@ -256,6 +286,41 @@ def _mapped(
             )
         entries.append((keys, values))
     return entries
+
+
+def check_token_ids(source: SourceCache, positions: Positions, codec: RotaryCodec, input_ids: Tensor) -> None:
+    """
+    Refuses token ids that can't be those that the source has read: keys of the first layer without RoPE depend on the
+    token alone, so that equal ids must have equal keys. Ids that occur once can't be told.
+
+    Args:
+        source ([`SourceCache`]): of the whole context.
+        positions ([`Positions`]): of the whole context.
+        codec ([`RotaryCodec`]): of the source.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): what is said to have been read.
+
+    Raises:
+        [`ConversionError`]: if one and the same id has different keys.
+    """
+    keys = source.keys[0]
+    content = codec.remove(keys, codec.tables(positions.source, keys.device), 0).float().transpose(1, 2).flatten(2)
+    real = None if positions.mask is None else positions.mask.to(keys.device).flatten() != 0
+    ids, rows = input_ids.to(keys.device).flatten(), content.flatten(0, 1)
+    if real is not None:
+        ids, rows = ids[real], rows[real]
+    _, kind, count = ids.unique(return_inverse=True, return_counts=True)
+    again = count[kind] > 1
+    if not bool(again.any()):
+        return
+    means = torch.zeros(len(count), rows.shape[1], device=rows.device).index_add_(0, kind, rows) / count[:, None]
+    # On average: a quantised cache is off by a little everywhere.
+    apart = float((rows - means[kind])[again].norm(dim=1).mean() / rows.norm(dim=1).mean().clamp(min=1e-12))
+    if apart > _OTHER_TEXT:
+        raise ConversionError(
+            "`input_ids` gives the same id to tokens whose keys differ in the source's first layer, where they depend "
+            "on the token alone; expected the ids that the source has read, in the same order and rows. Pass those "
+            "that its cache was made from."
+        )
 
 
 def _held_entries(cache: DynamicCache, start: int) -> Entries | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from .calibration import CalibrationStatistics, collect, iter_texts, r2
 from .calibration.ridge import RidgeSolution
@@ -25,6 +26,8 @@ from .solving import K_CANDIDATES, Entry, Solved, mean, solve_published, solve_s
 
 __all__ = ["K_CANDIDATES", "PRESETS", "fit_mapper", "mapper_from_statistics"]
 
+
+logger = logging.get_logger(__name__)
 
 # Beside statistics of the target's own stream, those of what it makes of a predicted one.
 _REFIT = "anchored"
@@ -229,6 +232,7 @@ def _solve(
 ) -> tuple[KVMapper, Solved]:
     chosen = recipe(preset, **changes)
     _check_layers(chosen, statistics.source, statistics.target)
+    _check_statistics(statistics, chosen, entry)
     manifest = statistics.manifest
     for name in ("source_config", "target_config"):
         if name not in manifest:
@@ -264,6 +268,28 @@ def _solve(
         config.entry = solved.entry.support.to_dict()
         config.scores["r2"]["heldout"]["entry"] = solved.entry.r2
     return _with_weights(KVMapper(config), solved), solved
+
+
+def _check_statistics(statistics: CalibrationStatistics, chosen: Recipe, entry: Entry | None) -> None:
+    """Refuses recipes whose maps would be used on other tokens or streams than they are solved on."""
+    layout, depth = statistics.layout, statistics.target.num_layers
+    if chosen.tokens_before < layout.skip:
+        logger.warning(
+            f"These statistics leave out the first {layout.skip} tokens of every sequence, and this recipe maps all "
+            f"but the first {chosen.tokens_before}. With `exact_prefix={layout.skip}` the target reads them itself."
+        )
+    anchors = chosen.anchors(depth)
+    missing = {start for start, _ in anchors if start and entry is None} - set(layout.anchors)
+    above = statistics.calibration.get("anchored_by") is not None
+    if missing or (
+        above and not all(start and start + count == layout.anchors[-1] for start, count in anchors or [(0, 0)])
+    ):
+        raise CalibrationError(
+            f"These statistics hold the target's residual stream at depths {list(layout.anchors)}"
+            f"{', the last as it comes from a predicted one' if above else ''}, and the recipe asks for anchors "
+            f"{anchors} (first layer, how many); expected anchors that start and end there. Collect statistics with "
+            "the recipe that they are to be solved with, by `KVMapper.fit`."
+        )
 
 
 def _check_layers(chosen: Recipe, source: ModelGeometry, target: ModelGeometry) -> None:

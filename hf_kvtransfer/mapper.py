@@ -12,7 +12,7 @@ from .appending import all_or_nothing, check_positions_meet, extend_cache, lengt
 from .blocks import stream_from
 from .cache import TransferredCache
 from .config import KVMapperConfig
-from .conversion import convert_entries, target_side
+from .conversion import check_token_ids, convert_entries, target_side
 from .errors import ConversionError, PairMismatchError
 from .features import LayerSupport, stream_width
 from .geometry import ModelGeometry, tokenizer_fingerprint
@@ -284,9 +284,17 @@ class KVMapper(PreTrainedModel):
         stop = max(read.num_tokens - hold_back, start)
         # Gradients flow into the mapper while it trains; a converted cache that carried them at inference could not
         # even be copied.
-        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()), all_or_nothing(result):
+        # Maps are solved and compared in their own precision, whatever the caller computes in; training has its own.
+        device = read.keys[0].device.type
+        with (
+            torch.set_grad_enabled(self.training and torch.is_grad_enabled()),
+            torch.autocast(device, enabled=self.training and torch.is_autocast_enabled(device)),
+            all_or_nothing(result),
+        ):
             if stop > start:
                 entries = convert_entries(self, read, positions, start, stop, result, side, validate)
+                if validate and side is not None:
+                    check_token_ids(read, positions, self.codec("source"), side.input_ids)
                 for index, (keys, values) in enumerate(entries):
                     extend_cache(result, index, keys, values)
         if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):

@@ -20,9 +20,9 @@ _ADAPTERS = "adapters"
 # Loading in float16 or bfloat16 moves a weight by up to 2⁻⁸ of its size; another checkpoint moves it by all of it.
 _TOLERANCE = 0.02
 
-# The geometries that a model was found to have, in which dtype. Reading one takes many times as long as comparing
-# weights does.
-_read: "WeakKeyDictionary[nn.Module, list[tuple[ModelGeometry, torch.dtype | None]]]" = WeakKeyDictionary()
+# The geometries that a model was found to have, with its rotary code. Reading one takes many times as long as comparing
+# weights and frequencies does.
+_read: "WeakKeyDictionary[nn.Module, list[tuple[ModelGeometry, RotaryCodec]]]" = WeakKeyDictionary()
 
 # Nothing of a configuration that depends on where or how a checkpoint was loaded belongs into a mapper.
 _NOT_OF_THE_MODEL = (
@@ -127,8 +127,8 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
             "`AutoModelForCausalLM.from_pretrained`, or leave the argument out to skip the check."
         )
     # A structure that has been read stays; weights can be loaded into it at any time, and are compared each time.
-    read = expected, next((parameter.dtype for parameter in model.parameters()), None)
-    is_known = read in _read.get(model, [])
+    known = [codec for geometry, codec in _read.get(model, []) if geometry == expected]
+    is_known = bool(known)
     given = expected if is_known else ModelGeometry.from_model(model)
     differences = expected.differences(given)
     stored = getattr(config, f"{side}_weights")
@@ -140,9 +140,11 @@ def check_model(config: KVMapperConfig, side: str, model: nn.Module) -> None:
             f"({expected.checkpoint or expected.model_type}): {'; '.join(differences)}. Use the mapper of this pair, "
             "or fit one; to go on unchecked, give `convert` the cache alone."
         )
-    if not is_known:
-        RotaryCodec.from_model(model)  # compares the frequencies it holds with those of its configuration
-        _read.setdefault(model, []).append(read)
+    if is_known:
+        known[0].compare_frequencies(model)
+    else:
+        # Compares the frequencies that the model holds with those of its configuration, too.
+        _read.setdefault(model, []).append((expected, RotaryCodec.from_model(model)))
 
 
 def check_tokenizer(config: KVMapperConfig, tokenizer: Any) -> None:

@@ -175,5 +175,6 @@ def told_by_padding(
 def _spread(keys: Tensor) -> float:
     """How much keys of one token, `[1, heads, tokens, head_dim]`, differ between tokens, relative to their size."""
     keys = keys.float()
+    keys = keys.detach()
     difference = (keys - keys[:, :, :1]).abs().amax()
     return float(difference / keys.abs().amax().clamp(min=torch.finfo(torch.float32).tiny))

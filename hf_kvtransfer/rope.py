@@ -318,6 +318,18 @@ class RotaryCodec:
             f"{'; '.join(failures)}."
         )
 
+    def compare_frequencies(self, model: nn.Module) -> None:
+        """
+        Compares the rotary frequencies that a model holds with those of its configuration.
+
+        Args:
+            model (`torch.nn.Module`): the model that this codec is of.
+
+        Raises:
+            [`UnsupportedModelError`]: if they differ, as after a cast of the loaded model.
+        """
+        self._compare_frequencies(decoder_of(model).rotary_emb)
+
     def _compare_frequencies(self, loaded: nn.Module) -> None:
         own = dict(self._rotary["cpu"].named_buffers())
         for name, buffer in loaded.named_buffers():

@@ -1,5 +1,7 @@
 """What the target reads itself is exact whatever the maps hold, and meets them however it is asked for."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -8,6 +10,7 @@ from hf_kvtransfer import ConversionError, KVMapper, MapperFileError, PairMismat
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.blocks import run_block, stream_features, stream_from
 from hf_kvtransfer.conversion import anchor_output
+from hf_kvtransfer.evaluation import prefill
 from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.modules import decoder_of
 from hf_kvtransfer.native import run_native
@@ -489,3 +492,31 @@ class TestRefusals:
         assert one.get_seq_length() == TOKENS - 4
         assert_same_cache(one, native(qwen3, tokens[:, : TOKENS - 4]), layers=(0, 1))
         assert mapper.convert(read, target=qwen3, input_ids=tokens, hold_back=99).get_seq_length() == 0
+
+
+class TestWhatTheTargetAdds:
+    """What isn't finite, or can't be what the source has read, is refused and not passed on."""
+
+    @pytest.fixture
+    def anchored(self, family_model, family_tokenizer):
+        source, target = family_model("small"), copy.deepcopy(family_model("large"))
+        mapper = KVMapper.for_pair(source, target, support=[None] * 2 + [[0]] * 4, anchor_layers=1)
+        text = "Notes: kettle in garden. lamp in attic. drum in barn. kettle in garden. lamp in"
+        ids = family_tokenizer(text, return_tensors="pt").input_ids
+        return mapper, source, target, ids
+
+    def test_a_target_that_overflows(self, anchored):
+        mapper, source, target, ids = anchored
+        cache = prefill(source, ids)
+        with torch.no_grad():
+            target.model.layers[0].mlp.down_proj.weight[3, 3] = float("nan")
+        with pytest.raises(ConversionError, match="The target's own layers give NaN"):
+            mapper.convert(cache, target=target, input_ids=ids)
+
+    @pytest.mark.parametrize("change", [lambda ids: ids.roll(1, 1), lambda ids: ids.flip(1)], ids=["shifted", "turned"])
+    def test_ids_of_another_text(self, anchored, change):
+        mapper, source, target, ids = anchored
+        cache = prefill(source, ids)
+        assert mapper.convert(cache, target=target, input_ids=ids).get_seq_length() == ids.shape[1] - 1
+        with pytest.raises(ConversionError, match="gives the same id to tokens whose keys differ"):
+            mapper.convert(cache, target=target, input_ids=change(ids))

@@ -376,6 +376,14 @@ class TestRefusals:
         with pytest.raises(PairMismatchError, match="is not the one this mapper was fitted for"):
             KVMapperTrainer(residual(fitted), arguments(tmp_path), source=pair[1], target=pair[0], train_dataset=rows)
 
+    def test_losses_that_are_not_finite(self, fitted, plain_features):
+        batch = {name: value[None].clone() for name, value in plain_features[0].items()}
+        batch["source_values"][:] = float("nan")
+        with pytest.raises(CalibrationError, match="The losses of this batch are"):
+            KVTransferModule(fitted)(**batch)
+        with pytest.raises(CalibrationError, match="expected weights of zero or more"):
+            LossWeights(float("nan"))
+
     def test_a_batch_that_lacks_what_a_loss_reads(self, fitted, plain_features):
         batch = {name: value[None] for name, value in plain_features[0].items()}
         with pytest.raises(CalibrationError, match="The batch lacks source_keys"):

@@ -1,5 +1,6 @@
 """`KVTransferModule`: a mapper that, given a training batch, returns a loss."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         weights = vars(self)
-        if not any(weights.values()) or any(weight < 0 for weight in weights.values()):
+        numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights.values())
+        if not numbers or not any(weights.values()) or any(weight < 0 for weight in weights.values()):
             raise CalibrationError(
                 f"The losses are weighted {weights}; expected weights of zero or more, and at least one above zero. "
                 "Say what the mapper is to be trained on."
@@ -189,6 +191,12 @@ class KVTransferModule(nn.Module):
             divergence = next_token_divergence(self.mapper, target, input_ids, source, native, handover)
             figures["kl"], figures["agreement"] = divergence
         loss = sum(weight * figures[name].mean() for name, weight in vars(self.weights).items() if weight)
+        if not bool(torch.isfinite(torch.as_tensor(loss))):
+            raise CalibrationError(
+                f"The losses of this batch are {[(name, float(figure.detach().mean())) for name, figure in figures.items()]}; "
+                "expected finite ones. The features hold NaN or infinite numbers, or training has run away: capture "
+                "them again from models in bfloat16 or float32, or use a smaller learning rate."
+            )
         detached = {name: figure.detach() for name, figure in figures.items()}
         return KVTransferOutput(loss=torch.as_tensor(loss), **detached)
 
