@@ -191,13 +191,13 @@ class KVTransferModule(nn.Module):
             divergence = next_token_divergence(self.mapper, target, input_ids, source, native, handover)
             figures["kl"], figures["agreement"] = divergence
         loss = sum(weight * figures[name].mean() for name, weight in vars(self.weights).items() if weight)
+        detached = {name: figure.detach() for name, figure in figures.items()}
         if not bool(torch.isfinite(torch.as_tensor(loss))):
             raise CalibrationError(
-                f"The losses of this batch are {[(name, float(figure.detach().mean())) for name, figure in figures.items()]}; "
+                f"The losses of this batch are {[(name, float(figure.mean())) for name, figure in detached.items()]}; "
                 "expected finite ones. The features hold NaN or infinite numbers, or training has run away: capture "
                 "them again from models in bfloat16 or float32, or use a smaller learning rate."
             )
-        detached = {name: figure.detach() for name, figure in figures.items()}
         return KVTransferOutput(loss=torch.as_tensor(loss), **detached)
 
     @property
