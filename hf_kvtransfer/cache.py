@@ -176,8 +176,19 @@ class TransferredCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """As in `DynamicCache`; asked for in every forward pass before anything is computed."""
+        self._check_depth()
         self._check_generate(super().get_seq_length(layer_idx))
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_depth(self) -> None:
+        """A model of fewer layers than were converted leaves the last ones behind in its first pass."""
+        lengths = [int(layer.get_seq_length()) for layer in (self.layers[:1] + self.layers[-1:])]
+        if len(set(lengths)) > 1:
+            raise CacheUseError(
+                f"The converted cache has {len(self.layers)} layers, and the model that used it feeds fewer: the first "
+                f"holds {lengths[0]} tokens now, the last {lengths[1]}; expected the target model that the mapper was "
+                "fitted for. Convert again and pass the cache to that model, or convert with the mapper of this pair."
+            )
 
     def _check_generate(self, cached: int) -> None:
         """

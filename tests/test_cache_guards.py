@@ -38,6 +38,14 @@ def test_a_model_with_more_layers_is_refused(llama, mapper):
         feed(deeper(4), ids(tokens=1), cache)
 
 
+def test_a_model_with_fewer_layers_is_refused_at_its_second_pass(llama, mapper):
+    cache = mapper.convert(prefilled(llama, ids()))
+    shallow = deeper(2)
+    feed(shallow, ids(tokens=1), cache)
+    with pytest.raises(CacheUseError, match="has 3 layers, and the model that used it feeds fewer"):
+        feed(shallow, ids(tokens=1), cache)
+
+
 @pytest.mark.parametrize("change", ["dtype", "rows"])
 def test_another_model_or_batch_after_the_first_use_is_refused(llama, mapper, change):
     cache = mapper.convert(prefilled(llama, ids()))
