@@ -7,7 +7,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import MapperFileError, PairMismatchError
-from .features import KINDS, LayerSupport, Support, as_json, as_supports, stream_width
+from .features import KINDS, LayerSupport, Support, as_json, as_supports, native_layers, stream_width
 from .geometry import ModelGeometry
 from .maps import MAPS
 
@@ -229,9 +229,7 @@ class KVMapperConfig(PreTrainedConfig):
         Args:
             depth (`int`): number of target layers.
         """
-        if self.anchor_layers is None:
-            return range(0)
-        return range(self.anchor_start, min(self.anchor_start + self.anchor_layers + 1, depth))
+        return native_layers(self.anchor_start, self.anchor_layers, depth)
 
     def _check_anchor(self, source: ModelGeometry, target: ModelGeometry) -> None:
         start, layers, entry = self.anchor_start, self.anchor_layers, self.entry_support()

@@ -96,6 +96,23 @@ def stream_width(target: ModelGeometry) -> int:
     return target.hidden_size + 1
 
 
+def native_layers(start: int, layers: int | None, depth: int) -> range:
+    """
+    The target layers that an anchor makes: those it runs, and the one after them by its projection alone.
+
+    Args:
+        start (`int`): the first layer that runs.
+        layers (`int`, *optional*): how many run; `None` without an anchor.
+        depth (`int`): number of target layers.
+    """
+    return range(0) if layers is None else range(start, min(start + layers + 1, depth))
+
+
+def depth_below(depth: int | None, layer: int) -> int | None:
+    """The depth of the residual stream that a target layer can read, if there is one below it."""
+    return depth if depth is not None and layer > depth else None
+
+
 LayerSupport = dict[str, Support]
 """The supports of one target layer, by kind."""
 

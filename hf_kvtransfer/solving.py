@@ -26,7 +26,7 @@ from .calibration.selection import (
 from .config import KVMapperConfig
 from .costs import LayerCost, conversion_cost, layer_costs
 from .errors import CalibrationError
-from .features import KINDS, Support
+from .features import KINDS, Support, depth_below, native_layers
 from .recipes import CONTEXT_LENGTH, MAX_COST, Recipe
 from .rope import RotaryCodec
 
@@ -69,7 +69,8 @@ class Solved:
 
 
 def _native_layers(anchor: tuple[int, int] | None, depth: int) -> range:
-    return range(0) if anchor is None else range(anchor[0], min(sum(anchor) + 1, depth))
+    start, layers = (0, None) if anchor is None else anchor
+    return native_layers(start, layers, depth)
 
 
 def _depth_read(anchor: tuple[int, int] | None, depth: int) -> int | None:
@@ -107,7 +108,7 @@ def solve_published(
 
     def support(index: int, kind: str, ranked: list[int], k: Any) -> Support:
         read = sorted(order[index, kind][:k]) if order and k not in (0, "all") else ranked
-        anchored = read_at is not None and index > read_at
+        anchored = depth_below(read_at, index) is not None
         return Support(tuple(read), chosen.heads or "full", bool(chosen.joint), chosen.window, anchored)
 
     def solve(k: Any, weighted: bool) -> RidgeSolution:
@@ -162,7 +163,7 @@ def _greedy_order(
             kind,
             k,
             joint=bool(chosen.joint),
-            anchor_depth=read_at if read_at is not None and layer > read_at else None,
+            anchor_depth=depth_below(read_at, layer),
             ridge_lambda=ridge_lambda,
         )
         for layer in range(statistics.target.num_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import CalibrationError
-from ..features import KINDS, LayerSupport, Support, gather, stream_width
+from ..features import KINDS, LayerSupport, Support, depth_below, gather, stream_width
 from .attention import attention_output, attention_probabilities
 from .probes import greedy_layers, layer_scores, layers_by_gain, select_layers
 from .ridge import solve_ridge
@@ -198,7 +198,7 @@ class Space:
 
     def depth(self, layer: int) -> int | None:
         """The depth of the residual stream that this target layer can read, if there is one below it."""
-        return self.anchor_depth if self.anchor_depth is not None and layer > self.anchor_depth else None
+        return depth_below(self.anchor_depth, layer)
 
 
 def candidates(
@@ -426,5 +426,5 @@ def supports_of(chosen: dict[Key, Candidate], layers: int) -> tuple[list[LayerSu
     """What was chosen, as the support of each target layer and the λ of each map."""
     supports: list[LayerSupport | None] = [None] * layers
     for (layer, kind), way in chosen.items():
-        supports[layer] = {**(supports[layer] or {}), kind: replace(way.support)}
+        supports[layer] = {**(supports[layer] or {}), kind: way.support}
     return supports, {key: way.ridge_lambda for key, way in chosen.items()}

@@ -1,6 +1,7 @@
 """`MapForm`, what all functional forms share, and the product that they are made of."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,14 @@ class MapForm(nn.Module, ABC):
     def forward(self, features: Tensor) -> Tensor:
         """`features` of shape `[groups, rows, in_features]`, of any dtype, to `[rows, heads · head_dim]`."""
 
+    @property
+    def linear_shape(self) -> tuple[int, ...]:
+        """Of the weight of an affine map of this shape, as [`affine`] reads it."""
+        if self.groups == 1:
+            return self.out_features, self.in_features
+        return self.heads, self.head_dim, self.in_features
+
+    @torch.no_grad()
     def set_linear(self, weight: Tensor, bias: Tensor) -> None:
         """
         Writes a closed-form solution into the linear part. Forms without one keep their weights.
@@ -56,6 +65,10 @@ class MapForm(nn.Module, ABC):
                 `[heads · head_dim, in_features]`, or the same numbers as `[heads, head_dim, in_features]`.
             bias (`torch.Tensor`): `[heads · head_dim]`, or the same numbers as `[heads, head_dim]`.
         """
+        if self.has_linear_part:
+            own: Any = self
+            own.weight.copy_(weight.reshape(self.linear_shape))
+            own.bias.copy_(bias.flatten())
 
     def set_scales(
         self, feature_mean: Tensor, feature_scale: Tensor, output_mean: Tensor, output_scale: Tensor

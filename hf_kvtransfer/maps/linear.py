@@ -26,8 +26,7 @@ class LinearMap(MapForm):
 
     def __init__(self, in_features: int, heads: int, head_dim: int, groups: int = 1) -> None:
         super().__init__(in_features, heads, head_dim, groups)
-        shape = (self.out_features, in_features) if groups == 1 else (heads, head_dim, in_features)
-        self.weight = nn.Parameter(torch.empty(shape))
+        self.weight = nn.Parameter(torch.empty(self.linear_shape))
         self.bias = nn.Parameter(torch.empty(self.out_features))
 
     @property
@@ -38,11 +37,6 @@ class LinearMap(MapForm):
         """Zeroes the map: until it is fitted, it predicts nothing."""
         initialization.zeros_(self.weight)
         initialization.zeros_(self.bias)
-
-    @torch.no_grad()
-    def set_linear(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight.copy_(weight.reshape(self.weight.shape))
-        self.bias.copy_(bias.flatten())
 
     def forward(self, features: Tensor) -> Tensor:
         return affine(features, self.weight, self.bias, self.heads)

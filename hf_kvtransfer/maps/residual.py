@@ -28,8 +28,7 @@ class ResidualMap(MapForm):
 
     def __init__(self, in_features: int, heads: int, head_dim: int, groups: int = 1, hidden: int = 1024) -> None:
         super().__init__(in_features, heads, head_dim, groups)
-        shape = (self.out_features, in_features) if groups == 1 else (heads, head_dim, in_features)
-        self.register_buffer("weight", torch.empty(shape))
+        self.register_buffer("weight", torch.empty(self.linear_shape))
         self.register_buffer("bias", torch.empty(self.out_features))
         self.correction = MLPMap(in_features, heads, head_dim, groups, hidden)
 
@@ -49,11 +48,6 @@ class ResidualMap(MapForm):
         self.correction.reset_parameters()
         for zeroed in (self.weight, self.bias, self.correction.weight_out, self.correction.bias_out):
             initialization.zeros_(zeroed)
-
-    @torch.no_grad()
-    def set_linear(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight.copy_(weight.reshape(self.weight.shape))
-        self.bias.copy_(bias.flatten())
 
     def set_scales(
         self, feature_mean: Tensor, feature_scale: Tensor, output_mean: Tensor, output_scale: Tensor
