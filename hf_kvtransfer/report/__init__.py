@@ -1,0 +1,6 @@
+"""What was measured of a mapper: as JSON, in words, and as figures."""
+
+from .report import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE, TransferReport
+
+
+__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TransferReport"]
