@@ -138,25 +138,61 @@ def answer_choices(
         )
     results = {condition.name: ChoiceResult() for condition in conditions}
     shown = "".join(f"{shot.answered()}\n\n" for shot in shots)
-    following = _ids(tokenizer, shown + choices[0].prompt())
     for index, choice in enumerate(tqdm(choices, desc="Choices", disable=None if progress else True)):
-        context, following = following, _ids(tokenizer, shown + choices[(index + 1) % len(choices)].prompt())
-        options = [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
-        lengths = [len(option) for option in options]
-        # What pads a shorter option comes after it, where nothing that counts can see it.
-        padded = torch.nn.utils.rnn.pad_sequence(options, batch_first=True)
-        fed = torch.cat([context[:, -1:].expand(len(options), 1), padded], dim=1)
-        for condition in conditions:
-            result = results[condition.name]
-            cache, seconds = condition.read(context, following)
-            if cache is not None:
-                cache.batch_repeat_interleave(len(options))
-            score = score_continuation(condition.model, fed, cache, scored=padded.shape[1])
-            nll = zip(score.nll, lengths, strict=True)
-            result.nll.append([float(option[:length].sum()) for option, length in nll])
-            result.tokens.append(lengths)
+        following = choices[(index + 1) % len(choices)]
+        for name, scores in choose(conditions, choice, following, tokenizer, shown).items():
+            result = results[name]
+            result.nll.append(scores.nll)
+            result.tokens.append(scores.tokens)
             result.correct.append(choice.correct)
-            result.seconds.append(seconds)
+            result.seconds.append(scores.seconds)
+    return results
+
+
+@dataclass(frozen=True)
+class Scores:
+    """
+    Args:
+        nll (`list[float]`): negative log-likelihood of each option, in nats.
+        tokens (`list[int]`): the length of each.
+        seconds (`float`): what it took to have the context's cache on the answering side.
+    """
+
+    nll: list[float]
+    tokens: list[int]
+    seconds: float
+
+
+def choose(
+    conditions: Sequence[Condition], choice: Choice, other: Choice, tokenizer: Any, shown: str = ""
+) -> dict[str, Scores]:
+    """
+    Scores the options of one question under every condition.
+
+    Args:
+        conditions (`Sequence[Condition]`): from [`conditions`].
+        choice (`Choice`): what is asked.
+        other (`Choice`): whose prompt is the different document.
+        tokenizer (`PreTrainedTokenizerBase`): of both models.
+        shown (`str`, *optional*, defaults to nothing): what stands before both prompts: the shots.
+
+    Returns:
+        `dict[str, Scores]`: by the condition's name.
+    """
+    context, different = (_ids(tokenizer, shown + one.prompt()) for one in (choice, other))
+    options = [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
+    lengths = [len(option) for option in options]
+    # What pads a shorter option comes after it, where nothing that counts can see it.
+    padded = torch.nn.utils.rnn.pad_sequence(options, batch_first=True)
+    fed = torch.cat([context[:, -1:].expand(len(options), 1), padded], dim=1)
+    results = {}
+    for condition in conditions:
+        cache, seconds = condition.read(context, different)
+        if cache is not None:
+            cache.batch_repeat_interleave(len(options))
+        score = score_continuation(condition.model, fed, cache, scored=padded.shape[1])
+        nll = [float(option[:length].sum()) for option, length in zip(score.nll, lengths, strict=True)]
+        results[condition.name] = Scores(nll, lengths, seconds)
     return results
 
 

@@ -31,9 +31,14 @@ def prefill(model: nn.Module, input_ids: Tensor) -> DynamicCache:
     The cache keeps every token, also where the model attends within a sliding window only.
     """
     cache = DynamicCache()
-    decoder = decoder_of(model)
-    decoder(input_ids=input_ids, use_cache=True, **{cache_keyword(decoder): cache})
+    decoder: Any = decoder_of(model)
+    decoder(input_ids=beside(decoder, input_ids), use_cache=True, **{cache_keyword(decoder): cache})
     return cache
+
+
+def beside(model: Any, input_ids: Tensor) -> Tensor:
+    """Token ids on the device on which a model embeds them."""
+    return input_ids.to(model.get_input_embeddings().weight.device)
 
 
 @torch.inference_mode()
@@ -52,7 +57,8 @@ def continuation_logits(model: nn.Module, input_ids: Tensor, cache: Any = None, 
     """
     call: Any = model
     keywords = {} if cache is None else {cache_keyword(model): cache}
-    logits = call(input_ids=input_ids, use_cache=cache is not None, logits_to_keep=scored + 1, **keywords).logits
+    fed = beside(call, input_ids)
+    logits = call(input_ids=fed, use_cache=cache is not None, logits_to_keep=scored + 1, **keywords).logits
     kept: Tensor = logits[:, -scored - 1 : -1].float()
     return kept
 
@@ -68,6 +74,7 @@ def score_logits(logits: Tensor, labels: Tensor) -> ContinuationScore:
     Returns:
         [`ContinuationScore`]
     """
+    labels = labels.to(logits.device)
     nll = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     return ContinuationScore(nll=nll, greedy=logits.argmax(-1) == labels)
 

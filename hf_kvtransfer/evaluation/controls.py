@@ -1,5 +1,6 @@
 """The conditions under which the same questions are asked: the two models alone, the transfer, and its controls."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from ..calibration import CalibrationStatistics
 from ..mapper import KVMapper
-from .continuation import prefill
+from ..recipes import PRESETS
+from .continuation import beside, prefill
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,34 @@ Convert = Callable[[KVMapper, Any, Tensor], Any]
 """`convert(mapper, source_cache, input_ids)`: a target cache of all but the last of the tokens `[1, tokens]`."""
 
 
+class SharedPrefill:
+    """
+    The source's cache of a context, made once for all conditions that use it, `shared(input_ids) -> DynamicCache`.
+    Those of the last two contexts are kept: of a document, and of the one that is "a different document" to it.
+
+    Args:
+        source (`PreTrainedModel`): the model that reads.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self._source = source
+        self._held: list[tuple[Tensor, DynamicCache]] = []
+
+    def __call__(self, input_ids: Tensor) -> DynamicCache:
+        for ids, cache in self._held:
+            if torch.equal(ids, input_ids):
+                return cache
+        self._held = [*self._held[-1:], (input_ids, prefill(self._source, input_ids))]
+        return self._held[-1][1]
+
+
 def conditions(
-    source: nn.Module, target: nn.Module, mapper: KVMapper, seed: int = 0, convert: Convert | None = None
+    source: nn.Module,
+    target: nn.Module,
+    mapper: KVMapper,
+    seed: int = 0,
+    convert: Convert | None = None,
+    read_source: Callable[[Tensor], Any] | None = None,
 ) -> list[Condition]:
     """
     The source alone, the target native, the transfer, and the controls of a believable result: the source cache used
@@ -51,27 +81,32 @@ def conditions(
         convert (`Callable`, *optional*):
             How a source cache is converted, where `mapper.convert(source_cache)` isn't enough: called with the mapper,
             the cache and the token ids that the source has read.
+        read_source (`Callable`, *optional*):
+            `read_source(input_ids)`, the source's cache of token ids, which is left as it is. By default each condition
+            has the source read; a [`SharedPrefill`] lets it read once for all of them, after which the time of the
+            source alone means nothing.
 
     Returns:
         `list[Condition]`
     """
+    read = read_source or (lambda input_ids: prefill(source, input_ids))
 
-    def native(model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Any, float]]:
-        return lambda context, other: _timed(lambda: prefill(model, context[:, :-1]))
+    def of_source(context: Tensor, other: Tensor) -> tuple[Any, float]:
+        return _timed(lambda: _without_last(read(context)))
 
-    def raw(context: Tensor, other: Tensor) -> tuple[Any, float]:
-        return _timed(lambda: prefill(source, context[:, :-1]))
+    def native(context: Tensor, other: Tensor) -> tuple[Any, float]:
+        return _timed(lambda: prefill(target, context[:, :-1]))
 
     result = [
-        Condition("source alone", source, native(source)),
-        Condition("target native", target, native(target)),
-        transfer("transferred", source, target, mapper, convert),
-        transfer("random mapper", source, target, random_mapper(mapper, seed), convert),
-        transfer("different document", source, target, mapper, convert, different=True),
+        Condition("source alone", source, of_source),
+        Condition("target native", target, native),
+        transfer("transferred", source, target, mapper, convert, read_source=read),
+        transfer("random mapper", source, target, random_mapper(mapper, seed), convert, read_source=read),
+        transfer("different document", source, target, mapper, convert, different=True, read_source=read),
         Condition("no context", target, lambda context, other: (None, 0.0)),
     ]
-    if _same_shapes(mapper):
-        result.insert(3, Condition("source cache raw", target, raw))
+    if have_same_shapes(mapper):
+        result.insert(3, Condition("source cache raw", target, of_source))
     return result
 
 
@@ -82,6 +117,7 @@ def transfer(
     mapper: KVMapper,
     convert: Convert | None = None,
     different: bool = False,
+    read_source: Callable[[Tensor], Any] | None = None,
 ) -> Condition:
     """
     One way of going on from a source cache.
@@ -93,17 +129,52 @@ def transfer(
         mapper ([`KVMapper`]): of this pair.
         convert (`Callable`, *optional*): as in [`conditions`].
         different (`bool`, *optional*, defaults to `False`): whether another document is read and converted.
+        read_source (`Callable`, *optional*): as in [`conditions`].
     """
 
     def read(context: Tensor, other: Tensor) -> tuple[Any, float]:
         ids = other if different else context
-        cache = prefill(source, ids)
+        cache = prefill(source, ids) if read_source is None else read_source(ids)
         if convert is not None:
             return _timed(lambda: convert(mapper, cache, ids))
-        given: dict[str, Any] = {"input_ids": ids, "target": target} if mapper.config.needs_target else {}
-        return _timed(lambda: mapper.convert(cache, **given))
+        given: dict[str, Any] = {"input_ids": beside(target, ids), "target": target}
+        return _timed(lambda: mapper.convert(cache, **(given if mapper.config.needs_target else {})))
 
     return Condition(name, target, read)
+
+
+def anchor_alone(mapper: KVMapper, statistics: CalibrationStatistics | str | os.PathLike[str]) -> KVMapper | None:
+    """
+    The control of a mapper with an anchor: the same anchor, with maps that read nothing of the source (`k = 0`). What
+    it keeps needs no source at all.
+
+    Its maps have to be solved, from the statistics that the mapper itself was solved from. They are not what is left
+    of the mapper's own maps when the part that reads the source is set to zero: those were fitted beside that part, and
+    would make the control worse than it is.
+
+    Args:
+        mapper ([`KVMapper`]): of the pair.
+        statistics ([`CalibrationStatistics`] or `str`): of its calibration, or the folder that they are in.
+
+    Returns:
+        [`KVMapper`]: or `None` if the mapper has no anchor, or one whose stream is predicted from the source, which
+        without the source there isn't.
+
+    Raises:
+        [`CalibrationError`]: if the statistics hold nothing of such an anchor.
+        [`MapperFileError`]: if they can't be read.
+    """
+    config = mapper.config
+    if config.anchor_layers is None or config.anchor_start:
+        return None
+    return KVMapper.from_statistics(
+        statistics,
+        preset=config.preset if config.preset in PRESETS else "auto",
+        anchor_layers=config.anchor_layers,
+        exact_prefix=config.exact_prefix,
+        exact_suffix=config.exact_suffix,
+        k=0,
+    )
 
 
 @torch.no_grad()
@@ -125,12 +196,21 @@ def random_mapper(mapper: KVMapper, seed: int = 0) -> KVMapper:
     return (random if like is None else random.to(device=like.device, dtype=like.dtype)).eval()
 
 
-def _same_shapes(mapper: KVMapper) -> bool:
+def have_same_shapes(mapper: KVMapper) -> bool:
+    """Whether the target can read the cache of the source: the same layers, KV heads and head_dim on both sides."""
     sides = [
         [(layer.kv_heads, layer.head_dim) for layer in mapper.config.geometry(side).layers]
         for side in ("source", "target")
     ]
     return sides[0] == sides[1]
+
+
+def _without_last(cache: Any) -> DynamicCache:
+    """All tokens of a cache but the last, in a cache of their own that can grow."""
+    held = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        held.update(layer.keys[:, :, :-1], layer.values[:, :, :-1], index)
+    return held
 
 
 def _timed(make: Callable[[], Any]) -> tuple[Any, float]:

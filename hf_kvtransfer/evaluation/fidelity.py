@@ -16,6 +16,7 @@ from ..calibration.attention import (
     boundaries,
     record_queries,
 )
+from ..features import KINDS
 from ..rope import RotaryCodec
 from .continuation import continuation_logits, divergence, prefill
 from .prefix import split_chunks
@@ -27,6 +28,8 @@ class Fidelity:
     Args:
         r2_keys (`list[float]`): per target layer R² of the content keys, pooled over heads and dimensions.
         r2_values (`list[float]`): per target layer R² of the values.
+        r2_keys_by_head (`list[list[float]]`): per target layer and KV head R² of the content keys.
+        r2_values_by_head (`list[list[float]]`): likewise of the values.
         cosine (`list[list[float]]`):
             Per target layer and query head the mean cosine of attention outputs, converted to native; `nan` where a
             sliding window no longer holds what a query reads.
@@ -37,6 +40,8 @@ class Fidelity:
 
     r2_keys: list[float] = field(default_factory=list)
     r2_values: list[float] = field(default_factory=list)
+    r2_keys_by_head: list[list[float]] = field(default_factory=list)
+    r2_values_by_head: list[list[float]] = field(default_factory=list)
     cosine: list[list[float]] = field(default_factory=list)
     chunk_cosine: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
@@ -90,27 +95,14 @@ def measure_fidelity(
     """
     scored = prefix if scored is None else scored
     chunks = split_chunks(texts, tokenizer, prefix, scored, max_chunks)[:max_chunks]
-    codec = RotaryCodec.from_model(target)
-    sums = [_LayerSums(layer.sliding_window) for layer in codec.geometry.layers]
-    positions = boundaries(prefix, queries)
-    tables = codec.tables(torch.arange(prefix)[None])
+    comparison = Comparison(target, convert, prefix, queries)
+    sums = FidelitySums()
     result = Fidelity()
     for chunk in tqdm(chunks, desc="Fidelity", disable=None if progress else True):
-        with record_queries(target, positions=positions) as records:
-            native = prefill(target, chunk[:, :prefix])
-        cache = convert(chunk[:, :prefix])
+        found, native, cache = comparison.compare(chunk[:, :prefix])
+        sums.add(found)
+        result.chunk_cosine += found["chunk_cosine"]
         seen = int(cache.get_seq_length())
-        cosines = []
-        for index, (layer, own, made) in enumerate(zip(sums, native.layers, cache.layers, strict=True)):
-            first = seen - made.keys.shape[2]  # a sliding window has let go of the tokens before
-            keys, values = (_replaced(*pair, first) for pair in ((own.keys, made.keys), (own.values, made.values)))
-            for sum_, states in (
-                (layer.keys, [codec.remove(states, tables, index) for states in (own.keys, keys)]),
-                (layer.values, [own.values, values]),
-            ):
-                sum_.add(*(each[:, :, first:seen] for each in states))
-            cosines.append(layer.compare(records[index], (own.keys, own.values), (keys, values), first))
-        result.chunk_cosine.append(float(torch.cat([cosine.flatten() for cosine in cosines]).mean()))
         if seen < prefix:
             native.crop(seen - prefix)
         logits, predicted = (
@@ -119,57 +111,133 @@ def measure_fidelity(
         kl, agreement = divergence(logits, predicted)
         result.kl.append(float(kl.mean()))
         result.agreement.append(float(agreement.mean()))
-    result.r2_keys, result.r2_values = ([getattr(layer, kind).r2() for layer in sums] for kind in ("keys", "values"))
-    result.cosine = [(layer.cosine / layer.queries).tolist() for layer in sums]
+    result.r2_keys, result.r2_values = (sums.r2(kind) for kind in KINDS)
+    result.r2_keys_by_head, result.r2_values_by_head = (sums.r2_by_head(kind) for kind in KINDS)
+    result.cosine = sums.cosine()
     return result
 
 
-class _Error:
-    """R² over many tokens, streamed: how far predictions are off, and how far the mean is."""
+class Comparison:
+    """
+    Compares converted caches of contexts with native ones.
+
+    Args:
+        target (`PreTrainedModel`): the model that goes on.
+        convert (`Callable`): as in [`measure_fidelity`], for contexts of `[batch, prefix]`.
+        prefix (`int`): tokens of context.
+        queries (`int`, *optional*, defaults to 32): at how many positions attention is compared.
+    """
+
+    def __init__(self, target: nn.Module, convert: Callable[[Tensor], Any], prefix: int, queries: int = 32) -> None:
+        self._target, self._convert = target, convert
+        self._every = torch.arange(prefix)[None]
+        self._codec = RotaryCodec.from_model(target)
+        self._positions = boundaries(prefix, queries)
+
+    @torch.no_grad()
+    def compare(self, context: Tensor) -> tuple[dict[str, Any], Any, Any]:
+        """
+        Args:
+            context (`torch.Tensor` of shape `[batch, prefix]`): token ids.
+
+        Returns:
+            `tuple`: the sums of this batch for [`FidelitySums`], as JSON values; the native cache, of all tokens; and
+            the converted one.
+        """
+        with record_queries(self._target, positions=self._positions) as records:
+            native = prefill(self._target, context)
+        cache = self._convert(context)
+        seen = int(cache.get_seq_length())
+        layers, cosines = [], []
+        for index, (own, made) in enumerate(zip(native.layers, cache.layers, strict=True)):
+            first = seen - made.keys.shape[2]  # a sliding window has let go of the tokens before
+            keys, values = (_replaced(*pair, first) for pair in ((own.keys, made.keys), (own.values, made.values)))
+            tables = self._codec.tables(self._every, own.keys.device)
+            content = [self._codec.remove(states, tables, index) for states in (own.keys, keys)]
+            window = self._codec.geometry.layers[index].sliding_window
+            cosine = _cosines(records[index], (own.keys, own.values), (keys, values), first, window)
+            cosines.append(cosine.flatten(1).cpu())
+            layers.append(
+                {
+                    "keys": _errors(*(each[:, :, first:seen] for each in content)),
+                    "values": _errors(*(each[:, :, first:seen] for each in (own.values, values))),
+                    "cosine": cosine.sum(dim=(0, 2)).tolist(),
+                    "queries": cosine.shape[0] * cosine.shape[2],
+                }
+            )
+        return {"layers": layers, "chunk_cosine": torch.cat(cosines, dim=1).mean(1).tolist()}, native, cache
+
+
+class FidelitySums:
+    """R² and cosines over many batches, from what [`Comparison`] gives of each."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.total: Tensor | float = 0.0
-        self.squares: Tensor | float = 0.0
-        self.error = 0.0
+        self._layers: list[dict[str, Any]] = []
 
-    def add(self, actual: Tensor, predicted: Tensor) -> None:
-        """Both `[1, kv_heads, tokens, head_dim]`."""
-        actual, predicted = actual.double(), predicted.double()
-        self.tokens += actual.shape[2]
-        self.total = self.total + actual.sum(dim=(0, 2))
-        self.squares = self.squares + actual.square().sum(dim=(0, 2))
-        self.error += float((actual - predicted).square().sum())
+    def add(self, found: dict[str, Any]) -> None:
+        """The sums of one batch."""
+        layers = [
+            {
+                **{kind: {name: _double(sums) for name, sums in layer[kind].items()} for kind in KINDS},
+                "cosine": _double(layer["cosine"]),
+                "queries": layer["queries"],
+            }
+            for layer in found["layers"]
+        ]
+        for held, new in zip(self._layers, layers, strict=bool(self._layers)):
+            for kind in KINDS:
+                held[kind] = {name: sums + new[kind][name] for name, sums in held[kind].items()}
+            held["cosine"], held["queries"] = held["cosine"] + new["cosine"], held["queries"] + new["queries"]
+        self._layers = self._layers or layers
 
-    def r2(self) -> float:
-        """Pooled over heads and dimensions; of a constant 1 if it is met, 0 if not."""
-        spread = float((self.squares - self.total**2 / self.tokens).sum())  # type: ignore[union-attr]
-        return 1 - self.error / spread if spread > 0 else float(self.error == 0)
+    def r2(self, kind: str) -> list[float]:
+        """Per target layer, pooled over heads and dimensions; of a constant 1 if it is met, 0 if not."""
+        return [float(_share(*(part.sum() for part in _parts(layer[kind])))) for layer in self._layers]
+
+    def r2_by_head(self, kind: str) -> list[list[float]]:
+        """Per target layer and KV head, pooled over dimensions."""
+        return [_share(*_parts(layer[kind])).tolist() for layer in self._layers]
+
+    def cosine(self) -> list[list[float]]:
+        """Per target layer and query head, the mean over queries."""
+        return [(layer["cosine"] / layer["queries"]).tolist() for layer in self._layers]
 
 
-class _LayerSums:
-    """What is summed up over the chunks for one layer."""
+def _errors(actual: Tensor, predicted: Tensor) -> dict[str, Any]:
+    """Both `[batch, kv_heads, tokens, head_dim]`: what R² per head is made of, of tokens that come bit by bit."""
+    actual, predicted = actual.double(), predicted.double()
+    return {
+        "tokens": actual.shape[0] * actual.shape[2],
+        "total": actual.sum(dim=(0, 2)).tolist(),
+        "squares": actual.square().sum(dim=(0, 2, 3)).tolist(),
+        "error": (actual - predicted).square().sum(dim=(0, 2, 3)).tolist(),
+    }
 
-    def __init__(self, window: int | None) -> None:
-        self.window = window
-        self.keys, self.values = _Error(), _Error()
-        self.cosine = torch.zeros(())
-        self.queries = 0
 
-    def compare(
-        self, record: QueryRecord, native: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor], first: int
-    ) -> Tensor:
-        """The cosine of outputs, `[query_heads, queries]`, for those queries that read no token before `first`."""
-        own, other = (
-            attention_output(attention_probabilities(record, keys, before=True), values)[0]
-            for keys, values in (native, made)
-        )
-        cosine = nn.functional.cosine_similarity(own, other, dim=-1)
-        if first and self.window is not None:
-            cosine = cosine[:, record.positions.to(cosine.device) - self.window + 1 >= first]
-        self.queries += cosine.shape[1]
-        self.cosine = self.cosine + cosine.sum(-1)
-        return cosine
+def _parts(sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Per head, how far predictions are off, and how far the mean is."""
+    return sums["error"], sums["squares"] - (sums["total"] ** 2 / sums["tokens"]).sum(-1)
+
+
+def _share(error: Tensor, spread: Tensor) -> Tensor:
+    return torch.where(spread > 0, 1 - error / spread, (error == 0).double())
+
+
+def _double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _cosines(
+    record: QueryRecord, native: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor], first: int, window: int | None
+) -> Tensor:
+    """The cosine of outputs, `[batch, query_heads, queries]`, for queries that read no token before `first`."""
+    own, other = (
+        attention_output(attention_probabilities(record, keys, before=True), values) for keys, values in (native, made)
+    )
+    cosine = nn.functional.cosine_similarity(own, other, dim=-1)
+    if first and window is not None:
+        cosine = cosine[:, :, record.positions.to(cosine.device) - window + 1 >= first]
+    return cosine
 
 
 def _replaced(native: Tensor, made: Tensor, first: int) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
@@ -37,6 +38,56 @@ class PrefixResult:
     def median_seconds(self) -> float:
         """Median over chunks."""
         return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """
+    What one condition makes of a batch of chunks.
+
+    Args:
+        nll (`torch.Tensor` of shape `[batch, scored]`): negative log-likelihood of each scored token, in nats.
+        seconds (`float`): what it took to have the prefixes' cache on the answering side.
+        kl (`torch.Tensor` of shape `[batch, scored]`, *optional*): `KL(reference ‖ this)` at each token, in nats.
+        agreement (`torch.Tensor` of shape `[batch, scored]`, *optional*):
+            1 where the most likely token is the reference's, else 0.
+    """
+
+    nll: Tensor
+    seconds: float
+    kl: Tensor | None = None
+    agreement: Tensor | None = None
+
+
+def read_chunks(
+    conditions: Sequence[Condition], context: Tensor, following: Tensor, other: Tensor, reference: str | None = None
+) -> dict[str, Reading]:
+    """
+    Scores what follows a context under every condition. The first scored token is predicted by the context's last
+    token, which every condition reads itself.
+
+    Args:
+        conditions (`Sequence[Condition]`): from [`conditions`].
+        context (`torch.Tensor` of shape `[batch, prefix]`): what has been read.
+        following (`torch.Tensor` of shape `[batch, scored]`): what is scored.
+        other (`torch.Tensor` of shape `[batch, prefix]`): different documents.
+        reference (`str`, *optional*): the condition that the others are compared with.
+
+    Returns:
+        `dict[str, Reading]`: by the condition's name.
+    """
+    results, expected, scored = {}, None, following.shape[1]
+    # The reference first, so that the logits of one condition at a time are kept beside it.
+    for condition in sorted(conditions, key=lambda condition: condition.name != reference):
+        cache, seconds = condition.read(context, other)
+        fed = torch.cat([context[:, -1:], following], dim=1)
+        logits = continuation_logits(condition.model, fed, cache, scored=scored)
+        nll = score_logits(logits, following).nll
+        if condition.name == reference:
+            expected = logits
+        compared = (None, None) if expected is None else divergence(expected, logits.to(expected.device))
+        results[condition.name] = Reading(nll, seconds, *compared)
+    return {condition.name: results[condition.name] for condition in conditions}
 
 
 def prefix_nll(
@@ -85,21 +136,13 @@ def prefix_nll(
     asked = chunks[:max_chunks]
     for index, chunk in enumerate(tqdm(asked, desc="Prefix NLL", disable=None if progress else True)):
         context, other = chunk[:, :prefix], chunks[(index + 1) % len(chunks)][:, :prefix]
-        expected = None
-        # The reference first, so that the logits of one condition at a time are kept beside it.
-        for condition in sorted(conditions, key=lambda condition: condition.name != reference):
-            result = results[condition.name]
-            cache, seconds = condition.read(context, other)
-            fed = torch.cat([context[:, -1:], chunk[:, prefix:]], dim=1)
-            logits = continuation_logits(condition.model, fed, cache, scored=scored)
-            result.nll.append(float(score_logits(logits, fed[:, -scored:]).nll.mean()))
-            result.seconds.append(seconds)
-            if condition.name == reference:
-                expected = logits
-            if expected is not None:
-                kl, agreement = divergence(expected, logits)
-                result.kl.append(float(kl.mean()))
-                result.agreement.append(float(agreement.mean()))
+        for name, reading in read_chunks(conditions, context, chunk[:, prefix:], other, reference).items():
+            result = results[name]
+            result.nll.append(float(reading.nll.mean()))
+            result.seconds.append(reading.seconds)
+            if reading.kl is not None and reading.agreement is not None:
+                result.kl.append(float(reading.kl.mean()))
+                result.agreement.append(float(reading.agreement.mean()))
     return results
 
 

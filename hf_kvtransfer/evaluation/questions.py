@@ -71,10 +71,14 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
-        return [
+        questions = [
             Question(r["kind"], r["document"], r["question"], r["answer"], tuple(r.get("choices", ()))) for r in rows
         ]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        for q in questions:
+            if not all(isinstance(text, str) for text in (q.kind, q.document, q.question, q.answer, *q.choices)):
+                raise TypeError(f"a field of {q} is no text")
+        return questions
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KVTransferError(
             f"No questions could be read from {path} ({type(error).__name__}: {error}); expected one JSON object a "
             'line with "kind", "document", "question" and "answer".'
@@ -98,26 +102,93 @@ def answer_questions(
         `dict[str, QuestionResult]`: by the condition's name.
     """
     questions = list(questions)
-    if len(questions) < 2:
-        raise KVTransferError(
-            f"Got {len(questions)} questions; expected two or more, so that there is a different document to each."
-        )
+    others = different_documents(questions)
     results = {condition.name: QuestionResult() for condition in conditions}
-    contexts = [tokenizer(q.document, return_tensors="pt").input_ids for q in questions]
-    for index, question in enumerate(tqdm(questions, desc="Questions", disable=None if progress else True)):
-        asked = _ids(tokenizer, question.question)
-        answer = _ids(tokenizer, question.answer)
-        context, other = contexts[index], contexts[(index + 1) % len(contexts)]
-        for condition in conditions:
-            result = results[condition.name]
-            cache, seconds = condition.read(context, other)
-            fed = [asked, answer] if cache is None else [context[:, -1:], asked, answer]
-            score = score_continuation(condition.model, torch.cat(fed, dim=1), cache, scored=answer.shape[1])
-            result.correct.setdefault(question.kind, []).append(bool(score.greedy.all()))
-            result.nll.setdefault(question.kind, []).append(float(score.nll.sum()))
-            result.seconds.append(seconds)
+    for question, other in tqdm(
+        zip(questions, others, strict=True),
+        total=len(questions),
+        desc="Questions",
+        disable=None if progress else True,
+    ):
+        for name, answer in ask(conditions, question, other, tokenizer).items():
+            result = results[name]
+            result.correct.setdefault(question.kind, []).append(answer.correct)
+            result.nll.setdefault(question.kind, []).append(answer.nll)
+            result.seconds.append(answer.seconds)
     return results
 
 
+@dataclass(frozen=True)
+class Answer:
+    """
+    Args:
+        correct (`bool`): whether it is what the model would write.
+        nll (`float`): its negative log-likelihood, in nats.
+        seconds (`float`): what it took to have the document's cache on the answering side.
+    """
+
+    correct: bool
+    nll: float
+    seconds: float
+
+
+def ask(conditions: Sequence[Condition], question: Question, other: str, tokenizer: Any) -> dict[str, Answer]:
+    """
+    Asks one question under every condition.
+
+    Args:
+        conditions (`Sequence[Condition]`): from [`conditions`].
+        question (`Question`): what is asked.
+        other (`str`): a different document.
+        tokenizer (`PreTrainedTokenizerBase`): of both models.
+
+    Returns:
+        `dict[str, Answer]`: by the condition's name.
+
+    Raises:
+        [`KVTransferError`]: if a document has less than two tokens, or the question or its answer none.
+    """
+    context, different = (
+        tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in (question.document, other)
+    )
+    asked, answer = (_ids(tokenizer, text) for text in (question.question, question.answer))
+    if min(context.shape[1], different.shape[1]) < 2 or not answer.shape[1]:
+        raise KVTransferError(
+            f"A question ({question.question!r}) has a document of {context.shape[1]} tokens, another of "
+            f"{different.shape[1]}, and an answer of {answer.shape[1]}; expected documents of two or more and an "
+            "answer of one or more. Leave it out."
+        )
+    results = {}
+    for condition in conditions:
+        cache, seconds = condition.read(context, different)
+        fed = [asked, answer] if cache is None else [context[:, -1:], asked, answer]
+        score = score_continuation(condition.model, torch.cat(fed, dim=1), cache, scored=answer.shape[1])
+        results[condition.name] = Answer(bool(score.greedy.all()), float(score.nll.sum()), seconds)
+    return results
+
+
+def different_documents(questions: Sequence[Question]) -> list[str]:
+    """
+    To each question the document of the next one that is about another document; after the last comes the first.
+
+    Raises:
+        [`KVTransferError`]: if all questions are about one document.
+    """
+    documents = [question.document for question in questions]
+    if len(set(documents)) < 2:
+        raise KVTransferError(
+            f"Got {len(documents)} questions about {len(set(documents))} document; expected two documents or more, so "
+            "that there is a different document to each."
+        )
+    others: list[str] = []
+    following = next(document for document in documents if document != documents[-1])
+    for index in reversed(range(len(documents))):
+        if index + 1 < len(documents) and documents[index + 1] != documents[index]:
+            following = documents[index + 1]
+        others.append(following)
+    return others[::-1]
+
+
 def _ids(tokenizer: Any, text: str) -> torch.Tensor:
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+    return ids.long()  # those of an empty text come as floating-point numbers
