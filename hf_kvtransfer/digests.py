@@ -91,6 +91,20 @@ def digests_of(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return {_CONFIG_ENTRY: config_digest(config), **{file.name: file_digest(file) for file in files}}
 
 
+def weights_digest(digests: dict[str, str]) -> str:
+    """
+    One digest of all files of weights.
+
+    Args:
+        digests (`dict[str, str]`): of each file, as [`digests_of`] gives them.
+
+    Returns:
+        `str`: 32 hexadecimal digits.
+    """
+    files = sorted((name, digest) for name, digest in digests.items() if name != _CONFIG_ENTRY)
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:32]
+
+
 def check_config(config: dict[str, Any], path: Any, given: Any = None) -> None:
     """
     Raises [`MapperFileError`] if a configuration is not as it was saved. One without digests is taken as it is.

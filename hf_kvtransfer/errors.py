@@ -36,3 +36,11 @@ class CacheUseError(KVTransferError, RuntimeError):
 
 class MapperFileError(KVTransferError, OSError):
     """A saved mapper or saved statistics can't be read: missing, truncated, or damaged."""
+
+
+class EvidenceError(KVTransferError, ValueError):
+    """A mapper hasn't shown what was asked of it, or a report is of another mapper."""
+
+
+class HubError(KVTransferError, OSError):
+    """Nothing could be published: no token, no permission, no connection, or an upload that broke off."""

@@ -26,7 +26,7 @@ from .source import SourceCache, check_finite, read_source_cache
 
 
 # Of `save_pretrained`, what concerns the repository on the Hub and not the files.
-_REPOSITORY_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr")
+_REPOSITORY_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
 class LayerMap(nn.Module):
@@ -42,6 +42,12 @@ class LayerMap(nn.Module):
                 width, layer.kv_heads, layer.head_dim, support.groups(layer), **config.map_options
             )
             setattr(self, kind, form)
+            if index in config.first_token.get(kind, ()):
+                self.register_parameter(f"first_{kind}", nn.Parameter(torch.zeros(layer.width)))
+
+    def first_token(self, kind: str) -> Tensor | None:
+        """RoPE-free content of a context's first token, `[kv_heads · head_dim]`, where it is a stored constant."""
+        return getattr(self, f"first_{kind}", None)
 
 
 class KVMapper(PreTrainedModel):
@@ -185,7 +191,7 @@ class KVMapper(PreTrainedModel):
         self.config.support = [[index] for index in range(len(shapes))]
         self.config.map_type, self.config.map_options, self.config.preset = "linear", {}, "identity"
         self.config.anchor_layers, self.config.exact_prefix, self.config.exact_suffix = None, 0, 0
-        self.config.anchor_start, self.config.entry = 0, None
+        self.config.anchor_start, self.config.entry, self.config.first_token = 0, None, {}
         like = next(self.parameters(), torch.empty(0))
         self._build_layers()
         for layer in self.layers:
@@ -438,19 +444,65 @@ class KVMapper(PreTrainedModel):
         repository = {name: kwargs.pop(name) for name in _REPOSITORY_ARGUMENTS if name in kwargs}
         save_atomically(super().save_pretrained, save_directory, **kwargs)
         if push_to_hub:
+            from .publishing import push_folder
+
             repository.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            shared = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
-            self.push_to_hub(**repository, **shared)
+            push_folder(save_directory, token=kwargs.get("token"), **repository)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = "50GB",
+        tags: list[str] | None = None,
+        report_dir: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """
+        Publishes weights, configuration, a card, and the report with its figures in one commit, and nothing else.
+        Arguments are those of `PreTrainedModel.push_to_hub`; see [`push_mapper`] for each, and for `report_dir`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`.
+
+        Raises:
+            [`EvidenceError`]: if the report is of another mapper.
+            [`HubError`]: if nothing could be published.
+            [`MapperFileError`]: if the mapper has no maps, or there is no report in `report_dir`.
+        """
+        from .publishing import push_mapper
+
+        return push_mapper(
+            self,
+            repo_id,
+            report_dir=report_dir,
+            max_shard_size=max_shard_size,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a mapper from a folder or the Hub. All arguments of `PreTrainedModel.from_pretrained` apply: `revision`,
         `dtype`, `device_map`, `local_files_only`, `token`, …. `verify=False` skips the comparison of the files with the
-        digests that were recorded when they were saved.
+        digests that were recorded when they were saved. `min_gap_recovered=0.8` refuses a mapper whose evaluation
+        doesn't show that it recovers as much of the gap between the source alone and the native target, on each of its
+        measures; without it, a mapper without evidence is loaded with a warning, and with `False` without.
 
         Raises:
             [`MapperFileError`]: if weights are missing, damaged, or don't belong to the configuration.
             [`PairMismatchError`]: if the configuration contradicts itself.
+            [`EvidenceError`]: if the mapper hasn't shown what `min_gap_recovered` asks for.
         """
         return load_checked(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)

@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from .digests import CONFIG_FILE, check_config, check_files, digests_of, loaded_files
 from .errors import KVTransferError, MapperFileError
+from .evidence import bind_evidence, check_evidence
 
 
 # A folder inside the mapper's own that holds a complete newer mapper while its files are being moved out of it.
@@ -46,11 +47,11 @@ def save_atomically(save: Callable[..., None], folder: str | os.PathLike[str], *
         _record_digests(staging)
         staging.chmod(0o755)  # temporary folders are private to their maker
         final.mkdir(exist_ok=True)
-        _finish(final)
+        finish_interrupted(final)
         for litter in final.glob(f"{_COMMITTED}-*"):
             shutil.rmtree(litter, ignore_errors=True) if litter.is_dir() else litter.unlink()
         os.replace(staging, final / _COMMITTED)
-        _finish(final)
+        finish_interrupted(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -83,11 +84,17 @@ def _record_digests(folder: Path) -> None:
     path = folder / CONFIG_FILE
     config = json.loads(path.read_text(encoding="utf-8"))
     config["digests"] = digests_of(folder, config)
+    bind_evidence(config)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _finish(final: Path) -> None:
-    """Puts the files of a committed save in place, also of one that was interrupted here earlier."""
+def finish_interrupted(final: Path) -> None:
+    """
+    Puts the files of a committed save in place, also of one that was interrupted here earlier.
+
+    Args:
+        final (`pathlib.Path`): the mapper's folder.
+    """
     committed = final / _COMMITTED
     if not committed.is_dir():
         return
@@ -119,18 +126,24 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
         path (`str` or `os.PathLike`): a folder, or a repository on the Hub.
         verify (`bool`, *optional*, defaults to `True`): whether to compare the files with the digests in the
             configuration. A configuration without digests is loaded without.
+        min_gap_recovered (`float` or `False`, *optional*): what the mapper must have shown ([`check_evidence`]).
         **kwargs: as in `PreTrainedModel.from_pretrained`.
 
     Raises:
         [`MapperFileError`]: if files are missing or damaged, or weights don't belong to the configuration.
+        [`EvidenceError`]: if the mapper hasn't shown what was asked.
     """
     wants_info, verify = kwargs.pop("output_loading_info", False), kwargs.pop("verify", True)
+    minimum = kwargs.pop("min_gap_recovered", None)
     if (committed := _committed(path)) is not path and "config" in kwargs:
         kwargs["config"] = load.__self__.config_class.from_pretrained(committed)  # type: ignore[attr-defined]
     path = committed
     config = _read_config(load.__self__.config_class, path, kwargs)  # type: ignore[attr-defined]
     if config and verify:
         check_config(config, path, kwargs.get("config"))
+    # Before the weights are fetched and read. Where there is no configuration, loading itself says so.
+    if config or minimum is not None:
+        check_evidence(config, path, minimum)
     try:
         mapper, info = load(path, *args, output_loading_info=True, **kwargs)
     except (KVTransferError, MemoryError):

@@ -1,0 +1,217 @@
+"""What a mapper has been shown to keep: the summary of a report in its configuration, and the gate that asks for it."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from .digests import CONFIG_FILE, weights_digest
+from .errors import EvidenceError, MapperFileError
+from .tables import percent
+
+
+if TYPE_CHECKING:
+    from .report import TransferReport
+
+
+logger = logging.get_logger(__name__)
+
+EVALUATION = "evaluation"
+"""The name under which `scores` of a mapper's configuration hold the summary of its report."""
+
+# Of a report's description of the mapper, what its configuration says too: a report of another recipe is no evidence.
+_SHARED = ("preset", "map_type", "k", "anchor_layers", "anchor_start", "exact_prefix", "exact_suffix", "calibration")
+_FIGURES = ("gap_recovered", "context_value_kept", "content_kept", "normalised_retention")
+
+
+def summary_of(report: "TransferReport") -> dict[str, Any]:
+    """
+    What a configuration keeps of a report.
+
+    Args:
+        report ([`TransferReport`]): of the mapper.
+
+    Returns:
+        `dict`: plain JSON values. `report`, the digest of the whole report; `verdict`, in words; `kl` (nats per token)
+        and `agreement` (a share) of next-token distributions with the native ones, or `None`; and `measures`, one
+        dictionary each of `task`, `metric`, `kind`, `unit`, `n`, the values of `native`, `source_alone` and
+        `transferred`, their `retention` (transferred / native, where higher is better), and with intervals
+        `gap_recovered`, `context_value_kept`, `content_kept` and `normalised_retention`.
+    """
+    values = report.to_dict()
+    fidelity = values["fidelity"] or {}
+    return {
+        "report": report.digest(),
+        "verdict": report.verdict(),
+        "kl": (fidelity.get("kl") or {}).get("value"),
+        "agreement": (fidelity.get("agreement") or {}).get("value"),
+        "measures": [_summary(measure) for measure in values["measures"]],
+    }
+
+
+def _summary(measure: dict[str, Any]) -> dict[str, Any]:
+    native, alone, transferred = (
+        (measure["conditions"].get(name) or {}).get("value")
+        for name in ("target native", "source alone", "transferred")
+    )
+    return {
+        **{name: measure[name] for name in ("task", "metric", "kind", "unit", "n")},
+        "native": native,
+        "source_alone": alone,
+        "transferred": transferred,
+        "retention": transferred / native
+        if measure["higher_is_better"] and native and transferred is not None
+        else None,
+        **{name: measure[name] for name in _FIGURES},
+    }
+
+
+def record_evidence(folder: str | os.PathLike[str], report: "TransferReport") -> dict[str, Any]:
+    """
+    Writes the summary of a report into the configuration of a saved mapper, whole or not at all. The mapper's digests
+    stay valid, and the summary is bound to the weights that lie there: other weights under it are no evidence.
+
+    Args:
+        folder (`str` or `os.PathLike`): of the mapper.
+        report ([`TransferReport`]): of that mapper.
+
+    Returns:
+        `dict`: the summary, as [`summary_of`] makes it.
+
+    Raises:
+        [`EvidenceError`]: if the report is of another mapper.
+        [`MapperFileError`]: if there is no mapper, or nothing can be written.
+    """
+    from .report.report import write_whole
+    from .saving import finish_interrupted
+
+    folder = Path(folder)
+    finish_interrupted(folder)
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        is_mapper = isinstance(config, dict) and config.get("model_type") == "kv_mapper"
+        reason = "it is of another kind of model"
+    except (OSError, ValueError, RecursionError) as error:
+        is_mapper, reason = False, str(error)
+    if not is_mapper:
+        raise MapperFileError(
+            f"No mapper's configuration could be read from {folder} ({reason}); expected the `config.json` that "
+            "`KVMapper.save_pretrained` writes. Check the path."
+        )
+    check_report(config, report)
+    summary = summary_of(report)
+    config["scores"] = {**(config.get("scores") or {}), EVALUATION: summary}
+    bind_evidence(config)
+    write_whole(folder, CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return summary
+
+
+def check_report(config: dict[str, Any], report: "TransferReport") -> None:
+    """
+    Raises [`EvidenceError`] if a report is of another mapper: another recipe, or another calibration.
+
+    Args:
+        config (`dict`): the content of a mapper's `config.json`.
+        report ([`TransferReport`]): what should be of that mapper.
+    """
+    told = report.to_dict()["mapper"]
+    other = [name for name in _SHARED if name in config and (told[name] or None) != (config[name] or None)]
+    if other:
+        raise EvidenceError(
+            f"The report is of another mapper: `{other[0]}` is {str(told[other[0]])[:80]!r} there and "
+            f"{str(config[other[0]])[:80]!r} in the configuration; expected the report of this one. Evaluate this "
+            "mapper with `hf-kvtransfer evaluate`."
+        )
+
+
+def bind_evidence(config: dict[str, Any]) -> None:
+    """
+    Notes in a summary that isn't bound to weights yet that it is of those whose digests the configuration records.
+
+    Args:
+        config (`dict`): the content of a mapper's `config.json`; changed in place.
+    """
+    evaluation = (config.get("scores") or {}).get(EVALUATION)
+    if isinstance(evaluation, dict) and config.get("digests"):
+        evaluation.setdefault("weights", weights_digest(config["digests"]))
+
+
+def check_evidence(config: dict[str, Any] | None, path: Any, minimum: Any = None) -> None:
+    """
+    The gate: warns once of a mapper that hasn't shown what it keeps, or refuses one that hasn't shown enough.
+
+    Args:
+        config (`dict`, *optional*): the content of the mapper's `config.json`, where there is one.
+        path (`str` or `os.PathLike`): where it was found.
+        minimum (`float` or `False`, *optional*):
+            The gap recovered, a share, that the evaluation must show on each of its measures that has one. Without it
+            a mapper without evidence is loaded with a warning, with `False` without.
+
+    Raises:
+        [`EvidenceError`]: if the mapper shows less, or nothing.
+    """
+    if minimum is False:
+        return
+    if minimum is not None:
+        _check_minimum(minimum)
+    missing, measures = _evidence(config or {})
+    if missing and minimum is None:
+        logger.warning_once(
+            f"The mapper {path} {missing}, so nobody knows what it keeps of a context: measure it with `hf-kvtransfer "
+            "evaluate` before you rely on it. `min_gap_recovered=` refuses such mappers."
+        )
+    if minimum is None:
+        return
+    if missing:
+        raise EvidenceError(
+            f"The mapper {path} {missing}; expected one that was shown to recover at least {percent(minimum)} of the "
+            "gap. Measure it with `hf-kvtransfer evaluate`, or load it without `min_gap_recovered`."
+        )
+    if not measures:
+        raise EvidenceError(
+            f"The evaluation of the mapper {path} has no gap recovered: on everything it measured the source alone is "
+            f"no worse than the native target; expected a gap of which {percent(minimum)} could be recovered. Use the "
+            "source, measure where the target is better, or load the mapper without `min_gap_recovered`."
+        )
+    worst = min(measures, key=lambda one: float(one["gap_recovered"]["value"]))
+    gap = worst["gap_recovered"]
+    if gap["value"] < minimum:
+        interval = f" [{_percent(gap.get('low'))}, {_percent(gap.get('high'))}]"
+        raise EvidenceError(
+            f"The mapper {path} recovers {_percent(gap['value'])}{interval} of the gap between the source alone and "
+            f"the native target on {worst.get('task')} ({worst.get('metric')}, n = {worst.get('n')}); expected at "
+            f"least {percent(minimum)}. Fit one with anchor layers or more calibration, or ask for less."
+        )
+
+
+def _evidence(config: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """What is missing, in words, or nothing; and the measures that show a gap recovered."""
+    scores = config.get("scores")
+    evaluation = scores.get(EVALUATION) if isinstance(scores, dict) else None
+    measures = evaluation.get("measures") if isinstance(evaluation, dict) else None
+    if not isinstance(evaluation, dict) or not isinstance(measures, list) or not measures:
+        return "carries no evaluation", []
+    digests = config.get("digests")
+    if digests and evaluation.get("weights", weights_digest(digests)) != weights_digest(digests):
+        return "carries an evaluation of other weights than its own", []
+    gaps = [one for one in measures if isinstance(one, dict) and isinstance(one.get("gap_recovered"), dict)]
+    return "", [one for one in gaps if _is_number(one["gap_recovered"].get("value"))]
+
+
+def _check_minimum(minimum: Any) -> None:
+    if not _is_number(minimum) or minimum > 1:
+        raise EvidenceError(
+            f"`min_gap_recovered` is {minimum!r}; expected a share of at most 1, such as 0.8, or `False` for no "
+            "warning either."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _percent(value: Any) -> str:
+    return percent(value) if _is_number(value) else "–"
