@@ -26,6 +26,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "entry": _OBJECT,
     "exact_prefix": (int,),
     "exact_suffix": (int,),
+    "first_token": _OBJECT,
     "preset": _TEXT,
     "k": (int, type(None)),
     "ridge_lambda": (int, float, type(None)),
@@ -81,6 +82,9 @@ class KVMapperConfig(PreTrainedConfig):
             How many of the first tokens the target reads itself, unless `convert` is told otherwise.
         exact_suffix (`int`, *optional*, defaults to 0):
             How many of the last tokens the target reads itself on top of the converted ones, likewise.
+        first_token (`dict`, *optional*):
+            `{"keys": […], "values": […]}`: target layers in which the first token of a context is a stored constant
+            instead of mapped, as attention falls back on it and it is the same whatever the text.
         preset (`str`, *optional*):
             The recipe that was followed, for example `"heo2026"`.
         k (`int`, *optional*):
@@ -122,6 +126,7 @@ class KVMapperConfig(PreTrainedConfig):
         entry: dict[str, Any] | None = None,
         exact_prefix: int = 0,
         exact_suffix: int = 0,
+        first_token: dict[str, list[int]] | None = None,
         preset: str | None = None,
         k: int | None = None,
         ridge_lambda: float | None = None,
@@ -150,6 +155,7 @@ class KVMapperConfig(PreTrainedConfig):
         self.entry = entry
         self.exact_prefix = exact_prefix
         self.exact_suffix = exact_suffix
+        self.first_token = {kind: list(layers) for kind, layers in (first_token or {}).items()}
         self.preset = preset
         self.k = k
         self.ridge_lambda = ridge_lambda
@@ -188,6 +194,10 @@ class KVMapperConfig(PreTrainedConfig):
                 fits = value >= 0
             elif name == "entry" and fits and value is not None:
                 fits = _is_support(dict.fromkeys(KINDS, value))
+            elif name == "first_token" and fits and value:
+                fits = set(value) <= set(KINDS) and all(
+                    isinstance(layers, list | tuple) and all(map(_is_whole, layers)) for layers in value.values()
+                )
             elif name.endswith("_weights") and fits and value:
                 fits = all(isinstance(row, list | tuple) and all(map(_is_number, row)) for row in value.values())
             if not fits:
@@ -213,6 +223,12 @@ class KVMapperConfig(PreTrainedConfig):
         native = self.native_layers(len(target.layers))
         after = native.stop if self.anchor_layers is not None else len(target.layers)
         _check_support(self.supports(), native, after, source, target)
+        mapped = [index for index, layer in enumerate(self.support) if layer is not None]
+        if stray := {layer for layers in self.first_token.values() for layer in layers} - set(mapped):
+            raise PairMismatchError(
+                f"The mapper holds constants of the first token for target layers {sorted(stray)}, which have no maps; "
+                "expected some of those that have. The configuration is damaged: load the mapper again."
+            )
 
     def supports(self) -> list[LayerSupport | None]:
         """What the maps of every target layer read, by kind; `None` for layers that the target runs itself."""

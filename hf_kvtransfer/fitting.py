@@ -259,6 +259,8 @@ def _solve(
     )
     if solved.anchor is not None:
         config.anchor_start, config.anchor_layers = solved.anchor
+    for layer, kind in sorted(solved.first_token):
+        config.first_token.setdefault(kind, []).append(layer)
     read = [len(one.layers) for entry in config.supports() for one in (entry or {}).values()]
     config.k = max(read, default=0)
     config.scores = {"r2": _scored(statistics, solved.solution)}
@@ -333,4 +335,7 @@ def _with_weights(mapper: KVMapper, solved: Solved) -> KVMapper:
         for kind, part in layer.named_children():
             form: Any = part
             form.set_linear(solution.weights(kind)[index], solution.biases(kind)[index])
+            if (index, kind) in solved.first_token:
+                first_token: Any = layer.first_token(kind)  # type: ignore[operator]
+                first_token.copy_(solved.first_token[index, kind])
     return mapper.eval()

@@ -65,6 +65,7 @@ class Solved:
     anchor: tuple[int, int] | None = None
     entry: Entry | None = None
     k_candidates: dict[str, float] = field(default_factory=dict)
+    first_token: dict[Key, torch.Tensor] = field(default_factory=dict)
     selection: dict[str, Any] = field(default_factory=dict)
 
 
@@ -244,7 +245,25 @@ def solve_selected(
         ],
     }
     one = set(lambdas.values())
-    return Solved(solution, one.pop() if len(one) == 1 else None, anchor, entry, selection=selection)
+    read_at = _depth_read(anchor, depth)
+    constants = {
+        (layer, kind): scorer.first_token(
+            (layer, kind),
+            way.support,
+            solution.weights(kind)[layer],
+            solution.biases(kind)[layer],
+            depth_below(read_at, layer),
+        )
+        for (layer, kind), way in picked.items()
+    }
+    return Solved(
+        solution,
+        one.pop() if len(one) == 1 else None,
+        anchor,
+        entry,
+        selection=selection,
+        first_token={key: constant for key, constant in constants.items() if constant is not None},
+    )
 
 
 @dataclass(frozen=True)

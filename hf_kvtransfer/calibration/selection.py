@@ -128,12 +128,46 @@ class AttentionScorer:
         probabilities, values, output = self._native[layer]
         states, exact = self._heads(content, layer), self._native_content(layer)[KINDS.index(kind)]
         states[:, :, : self._exact_prefix] = self._heads(exact, layer)[:, :, : self._exact_prefix]
+        if (others := self._first_by_others(key, content)) is not None:
+            states[:, :, 0] = others.view(states[:, :, 0].shape)
         if kind == "keys":
             rotated = self._codec.apply(states, self._tables, layer)
             changed = attention_output(attention_probabilities(self._sample.records[layer], rotated), values)
         else:
             changed = attention_output(probabilities, states)
         return float((changed - output).double().square().sum() / output.double().square().sum())
+
+    def first_token(
+        self, key: Key, support: Support, weight: torch.Tensor, bias: torch.Tensor, anchor_depth: int | None
+    ) -> torch.Tensor | None:
+        """
+        The mean content of the first token of a sequence, `[target width]`, if that predicts it better than the map.
+
+        Where attention has nothing to read it falls back on the first token, which models make much the same whatever
+        the text, and far from everything that a map is fitted on.
+
+        Args:
+            key, support, weight, bias, anchor_depth: as in [`~AttentionScorer.error`].
+        """
+        content = self.predict(key, support, weight, bias, anchor_depth).to(self._device)
+        return None if self._first_by_others(key, content) is None else self._first(key).mean(0)
+
+    def _first(self, key: Key) -> torch.Tensor:
+        content = self._native_content(key[0])[KINDS.index(key[1])]
+        return content.view(self._sample.sequences, self._sample.tokens, -1)[:, 0].float().to(self._device)
+
+    def _first_by_others(self, key: Key, content: torch.Tensor) -> torch.Tensor | None:
+        """
+        The first token of each sequence as the mean over the others has it, `[sequences, target width]`, if that is
+        nearer than what a map has made of all tokens.
+        """
+        sequences = self._sample.sequences
+        if self._exact_prefix or sequences < 2:
+            return None
+        first = self._first(key)
+        others = (first.sum(0) - first) / (sequences - 1)
+        mapped = content.view(sequences, self._sample.tokens, -1)[:, 0].to(first)
+        return others if (others - first).square().sum() < (mapped - first).square().sum() else None
 
     def predict(
         self, key: Key, support: Support, weight: torch.Tensor, bias: torch.Tensor, anchor_depth: int | None

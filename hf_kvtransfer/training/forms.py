@@ -41,6 +41,8 @@ def with_form(mapper: KVMapper, map_type: str, **options: Any) -> KVMapper:
             if hasattr(fitted, kind):
                 linear: Any = getattr(fitted, kind)
                 getattr(layer, kind).set_linear(linear.weight, linear.bias)
+            if (constant := fitted.first_token(kind)) is not None:  # type: ignore[operator]
+                layer.first_token(kind).copy_(constant)
     if made.entry is not None and mapper.entry is not None:
         made.entry.load_state_dict(mapper.entry.state_dict())
     return made.to(mapper.device).eval()
