@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from .ridge import block, pooled_r2, squared_error
 from .statistics import CalibrationStatistics
 
 
-def layer_scores(statistics: CalibrationStatistics, split: str = "fit") -> torch.Tensor:
+def layer_scores(statistics: CalibrationStatistics, split: str = "fit", kinds: Sequence[str] = KINDS) -> torch.Tensor:
     """
     How well each source layer alone predicts each target layer (arXiv 2608.03893, layer selection).
 
@@ -26,6 +27,7 @@ def layer_scores(statistics: CalibrationStatistics, split: str = "fit") -> torch
         statistics (`CalibrationStatistics`): The probes are always fitted on their `"fit"` split.
         split (`str`, *optional*, defaults to `"fit"`):
             Where the probes are scored. `"fit"` is the published score; `"heldout"` is the honest one.
+        kinds (`Sequence[str]`, *optional*, defaults to both): `"keys"`, `"values"` or both.
 
     Returns:
         `torch.Tensor` of shape `[target_layers, source_layers]`, float64 on the CPU.
@@ -35,7 +37,7 @@ def layer_scores(statistics: CalibrationStatistics, split: str = "fit") -> torch
     """
     sources, targets = statistics.source.num_layers, statistics.target.num_layers
     scores = torch.zeros(targets, sources, dtype=torch.float64)
-    for kind in KINDS:
+    for kind in kinds:
         fit, scored = statistics.moments("fit", kind), statistics.moments(split, kind)
         outputs = statistics.outputs(kind)
         every = slice(outputs[0].start, outputs[-1].stop)
@@ -50,7 +52,7 @@ def layer_scores(statistics: CalibrationStatistics, split: str = "fit") -> torch
             for t, (rows, layer) in enumerate(zip(outputs, statistics.target.layers, strict=True)):
                 here = slice(rows.start - every.start, rows.stop - every.start)
                 heads = pooled_r2(sse[here].view(layer.kv_heads, -1), sst[here].view(layer.kv_heads, -1))
-                scores[t, s] += heads.mean() / len(KINDS)
+                scores[t, s] += heads.mean() / len(kinds)
     return scores
 
 
