@@ -68,6 +68,23 @@ def bootstrap(
         [`KVTransferError`]: if there are no values, or not the same number for all, or `samples` or `level` are out of
             range.
     """
+    figures = bootstraps(values, {"figure": statistic}, documents=documents, samples=samples, level=level, seed=seed)
+    return figures["figure"]
+
+
+def bootstraps(
+    values: Mapping[str, Sequence[float]],
+    statistics_of: Mapping[str, Callable[[dict[str, float]], float]],
+    *,
+    documents: Sequence[Hashable] | None = None,
+    samples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Interval]:
+    """
+    The intervals of several figures, of the same draw. Arguments, errors and each result as in [`bootstrap`], with a
+    statistic for each figure's name.
+    """
     lengths = {name: len(column) for name, column in values.items()}
     expected = len(documents) if documents is not None else next(iter(lengths.values()), 0)
     if not expected or set(lengths.values()) != {expected}:
@@ -86,14 +103,12 @@ def bootstrap(
     np.add.at(sums, rows, np.array([list(column) for column in values.values()], dtype=np.float64).T)
     # How often each document is drawn, instead of the documents: one product gives all means.
     drawn = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=samples)
-    means = (drawn @ sums) / (drawn @ counts)[:, None]
-    figures = np.array([statistic(dict(zip(values, row, strict=True))) for row in means.tolist()], dtype=np.float64)
-    point = float(statistic({name: statistics.fmean(column) for name, column in values.items()}))
-    undefined = np.isnan(figures)
-    if undefined.mean() > 1 - level:
-        return Interval(point, float("nan"), float("nan"))
-    low, high = np.quantile(figures[~undefined], [(1 - level) / 2, (1 + level) / 2])
-    return Interval(point, float(low), float(high))
+    means = [dict(zip(values, row, strict=True)) for row in ((drawn @ sums) / (drawn @ counts)[:, None]).tolist()]
+    whole = {name: statistics.fmean(column) for name, column in values.items()}
+    return {
+        name: _interval(float(statistic(whole)), np.array([statistic(mean) for mean in means], np.float64), level)
+        for name, statistic in statistics_of.items()
+    }
 
 
 def mean_interval(values: Sequence[float], **options: Any) -> Interval:
@@ -108,3 +123,11 @@ def difference(values: Sequence[float], others: Sequence[float], **options: Any)
     """
     columns = {"values": values, "others": others}
     return bootstrap(columns, lambda mean: mean["values"] - mean["others"], **options)
+
+
+def _interval(point: float, figures: Any, level: float) -> Interval:
+    undefined = np.isnan(figures)
+    if undefined.mean() > 1 - level:
+        return Interval(point, float("nan"), float("nan"))
+    low, high = np.quantile(figures[~undefined], [(1 - level) / 2, (1 + level) / 2])
+    return Interval(point, float(low), float(high))

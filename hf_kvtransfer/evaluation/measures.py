@@ -33,3 +33,21 @@ def context_value_kept(transferred: float, no_context: float, native: float) -> 
     """
     value = no_context - native
     return (no_context - transferred) / value if value else float("nan")
+
+
+def normalised_retention(transferred: float, chance: float, native: float) -> float:
+    """
+    How much of what the target knows above guessing survives the transfer:
+    `(transferred − chance) / (native − chance)` (arXiv 2608.03893, floor-normalised retention). 1 is native quality, 0
+    no better than guessing.
+
+    Args:
+        transferred (`float`): accuracy of the target on a converted cache.
+        chance (`float`): what guessing reaches, in the same unit: 0.25 for four choices.
+        native (`float`): accuracy of the target on its own cache.
+
+    Returns:
+        `float`: `nan` when native is no better than guessing.
+    """
+    worth = native - chance
+    return (transferred - chance) / worth if worth else float("nan")

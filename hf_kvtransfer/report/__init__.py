@@ -1,6 +1,7 @@
 """What was measured of a mapper: as JSON, in words, and as figures."""
 
 from .report import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE, TransferReport
+from .retention import measure
 
 
-__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TransferReport"]
+__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TransferReport", "measure"]

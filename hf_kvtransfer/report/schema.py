@@ -128,6 +128,8 @@ class Measure(TypedDict):
         chance (`float`, *optional*): what guessing reaches.
         n (`int`): questions or chunks.
         conditions (`dict[str, Figure]`): by the condition's name.
+        differences (`dict[str, Figure]`, *optional*):
+            transferred − condition, by the condition's name, in the measure's unit; paired.
         gap_recovered (`Figure`, *optional*): (transferred − source alone) / (native − source alone).
         context_value_kept (`Figure`, *optional*): (no context − transferred) / (no context − native).
         content_kept (`Figure`, *optional*):
@@ -144,6 +146,7 @@ class Measure(TypedDict):
     chance: float | None
     n: int
     conditions: dict[str, Figure]
+    differences: dict[str, Figure] | None
     gap_recovered: Figure | None
     context_value_kept: Figure | None
     content_kept: Figure | None
