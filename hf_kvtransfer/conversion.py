@@ -10,7 +10,6 @@ from transformers import DynamicCache
 
 from .blocks import run_block, stream_features
 from .errors import ConversionError
-from .features import KINDS
 from .native import NativeRun, run_native
 from .positions import Positions
 from .rope import RotaryCodec
@@ -267,18 +266,11 @@ def _mapped(
     codec, here = mapper.codec("target"), positions.narrow(start, stop - start)
     tables: dict[torch.device, Any] = {}
     dtype = source.keys[0].dtype
-    is_first = _first_tokens(positions, start, stop) if mapper.config.first_token else None
     entries: Entries = []
     for index, keys, values in mapper.contents(source, positions, hidden, start, stop):
         if keys.device not in tables:
             # Once per device: the target may be spread over several.
             tables[keys.device] = codec.tables(here.target, keys.device)
-        if is_first is not None:
-            maps: Any = mapper.layers[index]
-            keys, values = (
-                content if (constant := maps.first_token(kind)) is None else _with_first(content, constant, is_first)
-                for kind, content in zip(KINDS, (keys, values), strict=True)
-            )
         keys = codec.apply(keys, tables[keys.device], index)
         if here.mask is not None:
             # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
@@ -294,22 +286,6 @@ def _mapped(
             )
         entries.append((keys, values))
     return entries
-
-
-def _first_tokens(positions: Positions, start: int, stop: int) -> Tensor | None:
-    """`[batch or 1, tokens]`: which token from `start` to `stop` is the first of its row's text, if any may be."""
-    if positions.mask is None:
-        return torch.arange(stop)[None] == 0 if start == 0 else None
-    real = positions.mask != 0
-    first: Tensor = (real & (real.cumsum(-1) == 1))[:, start:stop]
-    return first
-
-
-def _with_first(content: Tensor, constant: Tensor, is_first: Tensor) -> Tensor:
-    """Content `[batch, kv_heads, tokens, head_dim]` with a constant in place of the first token's."""
-    _, heads, _, head_dim = content.shape
-    there = is_first.to(content.device)[:, None, :, None]
-    return torch.where(there, constant.to(content.dtype).view(1, heads, 1, head_dim), content)
 
 
 def check_token_ids(source: SourceCache, positions: Positions, codec: RotaryCodec, input_ids: Tensor) -> None:

@@ -19,7 +19,7 @@ from .geometry import ModelGeometry, tokenizer_fingerprint
 from .maps import MAPS, LinearMap
 from .pairing import check_model, check_tokenizer, pair_manifest
 from .positions import Positions, resolve_positions
-from .reading import ContentReader
+from .reading import ContentReader, with_first
 from .rope import RotaryCodec
 from .saving import load_checked, save_atomically
 from .source import SourceCache, check_finite, read_source_cache
@@ -343,7 +343,9 @@ class KVMapper(PreTrainedModel):
             for kind, part in (("keys", maps.keys), ("values", maps.values)):
                 like = part.weight_like
                 features = reader.features(support, kind, layer, hidden, like.device, like.dtype)
-                content.append(part(features).view(shape).transpose(1, 2))
+                made = part(features).view(shape).transpose(1, 2)
+                constant = maps.first_token(kind)
+                content.append(made if constant is None else with_first(made, constant, positions, start))
             yield index, content[0], content[1]
             reader.forget(index)
 

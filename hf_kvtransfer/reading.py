@@ -108,3 +108,24 @@ class ContentReader:
         floor = torch.tensor(self._before or [0], device=content.device)[:, None]
         index = (wanted.maximum(floor) - self._first).clamp(min=0, max=content.shape[1] - 1)
         return content.gather(1, index[:, :, None].expand(content.shape[0], -1, content.shape[2]))
+
+
+def with_first(content: Tensor, constant: Tensor, positions: Positions, start: int) -> Tensor:
+    """
+    Content with a constant in place of the first token of each row's text, where that is among its tokens.
+
+    Args:
+        content (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`): may be written to.
+        constant (`torch.Tensor` of shape `[kv_heads · head_dim]`): what it is.
+        positions ([`Positions`]): of the whole context.
+        start (`int`): the first token of the content.
+    """
+    _, heads, tokens, head_dim = content.shape
+    made = constant.to(content.dtype).view(1, heads, 1, head_dim)
+    if positions.mask is not None:
+        real = positions.mask != 0
+        first = (real & (real.cumsum(-1) == 1))[:, start : start + tokens]
+        return torch.where(first.to(content.device)[:, None, :, None], made, content)
+    if start == 0:
+        content[:, :, :1] = made
+    return content

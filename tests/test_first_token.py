@@ -11,7 +11,8 @@ from hf_kvtransfer.evaluation import prefill
 from hf_kvtransfer.features import KINDS, Support
 from hf_kvtransfer.geometry import ModelGeometry
 from hf_kvtransfer.rope import RotaryCodec
-from hf_kvtransfer.training import with_form
+from hf_kvtransfer.training import KVTransferModule, with_form
+from hf_kvtransfer.training.batches import capture_batch
 
 from .architectures import VOCAB, build
 
@@ -115,3 +116,14 @@ def test_it_is_chosen_where_it_predicts_better_than_the_map(pair, same):
             if same:
                 torch.testing.assert_close(scorer.first_token(*given, bias + 1, None), bias, atol=1e-5, rtol=1e-4)
     assert AttentionScorer(statistics, codecs[1], 1).first_token(*given, bias + 1, None) is None
+
+
+def test_it_can_be_trained(pair, mapper):
+    """Every parameter takes part in the content loss, as processes that train together need it."""
+    ids = drawn(2, 9)
+    batch, _ = capture_batch(*pair, ids)
+    KVTransferModule(mapper)(**batch).loss.backward()
+    for name, parameter in mapper.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.abs().sum() > 0), name
+    mapper.zero_grad()
