@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.errors import CalibrationError, KVTransferError, MapperFileError, PairMismatchError
+from hf_kvtransfer.evaluation import prefill
 from hf_kvtransfer.features import Support
 from hf_kvtransfer.training import (
     CachedFeatures,
@@ -26,6 +27,7 @@ from hf_kvtransfer.training import (
     estimate_scales,
     with_form,
 )
+from hf_kvtransfer.training.batches import anchor_output_of, source_cache
 
 from .conftest import FAMILY
 
@@ -313,6 +315,33 @@ class TestAnchored:
         if start:
             torch.nn.init.normal_(mapper.entry.weight, std=0.02)
         return mapper
+
+    @pytest.mark.parametrize(("start", "exact_prefix"), [(0, 0), (0, 3), (2, 0), (2, 3)])
+    def test_the_loss_is_that_of_what_is_converted(self, pair, rows, family_tokenizer, start, exact_prefix):
+        """The anchor of a batch runs as it does in use: from the prediction, on top of the tokens read in full."""
+        source, target = pair
+        mapper = self.anchored(pair, family_tokenizer, start)
+        mapper.config.exact_prefix = exact_prefix
+        for layer in mapper.layers:
+            for name, parameter in layer.named_parameters():
+                torch.nn.init.normal_(parameter, std=0.01 if name.endswith("weight") else 0.1)
+        ids = torch.stack([rows[index]["input_ids"] for index in range(2)])
+        batch, _ = capture_batch(source, target, ids)
+        batch["hidden"] = anchor_output_of(mapper, target, ids, source_cache(batch, mapper.config.geometry("source")))
+        found = KVTransferModule(mapper)(**batch).content
+        converted = mapper.convert(prefill(source, ids), target=target, input_ids=ids, hold_back=0)
+        codec, own = mapper.codec("target"), prefill(target, ids)
+        tables = codec.tables(torch.arange(ids.shape[1])[None])
+        errors = [
+            (one - other).square().mean((1, 2, 3))
+            for index, (made, native) in enumerate(zip(converted.layers, own.layers, strict=True))
+            if mapper.config.support[index] is not None
+            for one, other in (
+                [codec.remove(layer.keys, tables, index) for layer in (made, native)],
+                [layer.values for layer in (made, native)],
+            )
+        ]
+        torch.testing.assert_close(found, torch.stack(errors).mean(0), rtol=1e-4, atol=1e-6)
 
     @pytest.mark.parametrize("start", [0, 2])
     def test_trains_with_its_own_target(self, pair, rows, features, plain_features, family_tokenizer, tmp_path, start):

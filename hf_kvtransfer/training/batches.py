@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks import run_block, stream_features
+from ..blocks import stream_features
 from ..calibration.attention import QueryRecord, boundaries, record_queries
+from ..conversion import anchor_output as mapped_anchor_output
 from ..errors import CalibrationError
 from ..geometry import ModelGeometry
 from ..mapper import KVMapper
@@ -107,13 +108,11 @@ def anchor_output_of(mapper: KVMapper, target: nn.Module, input_ids: Tensor, sou
     The same of the layers that a mapper's anchor runs, which may be some in the middle that start from a prediction.
     """
     config = mapper.config
-    layers = config.anchor_layers or 0
     if not config.anchor_start:
-        return anchor_output(target, input_ids, layers)
-    positions = counted_positions(source.num_tokens, source.keys[0].device)
-    entry = mapper.predicted_stream(source, positions, 0, source.num_tokens)
-    run = run_block(target, input_ids, entry, start=config.anchor_start, layers=layers)
-    return _features(run.hidden, layers)
+        return anchor_output(target, input_ids, config.anchor_layers or 0)
+    hidden = mapped_anchor_output(mapper, list(zip(source.keys, source.values, strict=True)), target, input_ids)
+    # The target reads the prefix in full, and no map is read there; any finite numbers will do.
+    return torch.cat([hidden[:, :1].expand(-1, config.exact_prefix, -1), hidden], dim=1)
 
 
 def source_cache(batch: dict[str, Any], geometry: ModelGeometry) -> SourceCache:

@@ -237,13 +237,18 @@ class KVTransferModule(nn.Module):
         """Content and attention errors, averaged over target layers with maps."""
         codec = self.mapper.codec("target")
         positions = counted_positions(source.num_tokens, source.keys[0].device)
-        tables = codec.tables(positions.target)
+        tables, prefix = codec.tables(positions.target), self.mapper.config.exact_prefix
         records = with_queries(self.attention, queries) if self.weights.attention else None
         errors: dict[str, list[Tensor]] = {"content": [], "attention": []}
         for index, keys, values in self.mapper.contents(source, positions, hidden):
             own_keys, own_values = native[0][index], native[1][index]
+            content = codec.remove(own_keys, tables, index)
+            # What the target reads itself is never mapped, however badly.
+            keys, values = (
+                torch.cat([own[:, :, :prefix].to(made), made[:, :, prefix:]], dim=2) if prefix else made
+                for own, made in ((content, keys), (own_values, values))
+            )
             if self.weights.content:
-                content = codec.remove(own_keys, tables, index)
                 for kind, (mapped, own) in enumerate(((keys, content), (values, own_values))):
                     errors["content"].append(content_error(mapped, own) / self.variances[index, kind])
             if records is not None:

@@ -3,15 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import upload_folder
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, default_data_collator
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress
 
 from ..errors import CalibrationError
 from ..mapper import KVMapper
+from ..publishing import push_in_background
 from .arguments import KVTrainingArguments
 from .batches import FEATURES, anchor_output_of, capture_batch, source_cache
 from .cached import CachedFeatures
@@ -174,6 +179,75 @@ class KVMapperTrainer(Trainer):
         }
         with self._mapper_as_model():
             super()._save(output_dir, state_dict)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Saves the mapper and publishes it with its card, as `KVMapper.push_to_hub` does. `transformers.Trainer` would send
+        whatever lies in `output_dir`: logs, training arguments, files of your own.
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`): of the commit.
+            blocking (`bool`, *optional*, defaults to `True`): whether to wait until everything is published.
+            token (`str`, *optional*): by default `args.hub_token`, or the one of `hf auth login`.
+            revision (`str`, *optional*): the branch; by default `args.hub_revision`, or `main`.
+            private (`bool`, *optional*): whether a repository that is made now is private.
+            **kwargs: `tags` are added to the card's; what else `Trainer` takes describes cards of its own.
+
+        Returns:
+            `huggingface_hub.CommitInfo`, or a `Future` of it with `blocking=False`; `None` on all but the first process.
+
+        Raises:
+            [`HubError`]: if nothing could be published.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        own = {"token": token, "revision": revision, "private": private, "tags": kwargs.get("tags")}
+        job = self._publish(str(self.args.output_dir), commit_message, **own)
+        return job.result() if blocking else job
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        strategy, running = self.args.hub_strategy, self.push_in_progress
+        is_running = running is not None and not running.is_done()
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+            return
+        if is_running and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = [self._publish(checkpoint_folder, message)]
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):  # whole checkpoints were asked for
+            job = upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=checkpoint_folder,
+                path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name,
+                commit_message=f"{message}, checkpoint",
+                token=self.args.hub_token,
+                revision=self.args.hub_revision,
+                run_as_future=True,
+            )
+            jobs.append(job)
+        self.push_in_progress = PushInProgress([*(running.jobs if is_running else ()), *jobs])
+
+    def _publish(self, folder: str, message: str | None, **given: Any) -> Any:
+        usual = {
+            "token": self.args.hub_token,
+            "revision": self.args.hub_revision,
+            "private": self.args.hub_private_repo,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        repo_id = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        return push_in_background(folder, repo_id, commit_message=message, **(usual | given))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `transformers.Trainer`."""
