@@ -6,13 +6,27 @@ import json
 import os
 import tempfile
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import MapperFileError
 from ..saving import check_writable
-from .schema import SCHEMA_VERSION, Drift, FidelitySection, LayerR2, Length, Mapper, Measure, Pair, checked, plain
+from .schema import (
+    SCHEMA_VERSION,
+    Drift,
+    FidelitySection,
+    LayerR2,
+    Length,
+    Mapper,
+    Measure,
+    Pair,
+    checked,
+    plain,
+    wrong,
+)
+from .verdict import judge
 
 
 REPORT_FILE, MARKDOWN_FILE, FIGURES_FOLDER = "report.json", "report.md", "figures"
@@ -101,6 +115,21 @@ class TransferReport:
             )
         return cls(**values)
 
+    def verdict(self) -> str:
+        """What the mapper keeps, in words and with the figures it rests on; [`judge`] says by which rules."""
+        return str(judge(self.measures, self.lengths, has_anchor=self.mapper["anchor_layers"] is not None))
+
+    def to_markdown(self, figures: Sequence[str] = ()) -> str:
+        """
+        The report as Markdown.
+
+        Args:
+            figures (`Sequence[str]`, *optional*): paths of figures to show, relative to where the text will lie.
+        """
+        from .markdown import to_markdown
+
+        return to_markdown(self, figures)
+
     def without_times(self) -> dict[str, Any]:
         """All that may not differ between two reports of the same mapper, data and seeds."""
         return {name: value for name, value in self.to_dict().items() if name not in TIMES}
@@ -159,6 +188,12 @@ class TransferReport:
         values = {name: checked(plain(getattr(self, name)), kinds[name], name) for name in names}
         for index, row in enumerate(values["latency"] or ()):
             checked(row.get("context"), int, f"latency[{index}].context")
+        counts = {f"measures[{index}].n": one["n"] for index, one in enumerate(values["measures"])}
+        if values["drift"]:
+            counts["drift.tokens_per_bin"] = values["drift"]["tokens_per_bin"]
+        for where, count in counts.items():
+            if count < 1:
+                raise wrong(where, count, "one or more")
         return values
 
 

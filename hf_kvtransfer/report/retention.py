@@ -10,7 +10,8 @@ from .schema import Measure, plain
 
 
 TRANSFERRED, NATIVE, SOURCE = "transferred", "target native", "source alone"
-DIFFERENT, NOTHING, ANCHOR = "different document", "no context", "anchor alone"
+RAW, RANDOM, ANCHOR = "source cache raw", "random mapper", "anchor alone"
+DIFFERENT, NOTHING = "different document", "no context"
 
 Statistic = Callable[[dict[str, float]], float]
 """From the mean of each condition, by name, to a figure."""

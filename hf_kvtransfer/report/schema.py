@@ -228,19 +228,19 @@ def checked(value: Any, expected: Any, where: str) -> Any:
         return None if value is None else checked(value, arguments[0], where)
     if origin is Literal:
         if value not in arguments:
-            raise _wrong(where, value, "one of " + ", ".join(f'"{name}"' for name in arguments))
+            raise wrong(where, value, "one of " + ", ".join(f'"{name}"' for name in arguments))
         return value
     if origin is list:
         if not isinstance(value, list):
-            raise _wrong(where, value, "a list")
+            raise wrong(where, value, "a list")
         return [checked(one, arguments[0], f"{where}[{index}]") for index, one in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _wrong(where, value, "an object with names")
+            raise wrong(where, value, "an object with names")
         return {key: checked(one, arguments[1], f"{where}.{key}") for key, one in value.items()}
     fits = isinstance(value, int | float if expected is float else expected)
     if not fits or (isinstance(value, bool) and expected is not bool):
-        raise _wrong(where, value, _WORDS[expected])
+        raise wrong(where, value, _WORDS[expected])
     return value
 
 
@@ -249,14 +249,14 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 def _section(value: Any, expected: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(where, value, f"an object with {', '.join(expected.__annotations__)}")
+        raise wrong(where, value, f"an object with {', '.join(expected.__annotations__)}")
     fields = typing.get_type_hints(expected)
     for name in value:
         if name not in fields:
-            raise _wrong(f"{where}.{name}", value[name], f"no such field, but {', '.join(fields)}")
+            raise wrong(f"{where}.{name}", value[name], f"no such field, but {', '.join(fields)}")
     for name, kind in fields.items():
         if name not in value and type(None) not in typing.get_args(kind):
-            raise _wrong(f"{where}.{name}", "missing", "it to be there")
+            raise wrong(f"{where}.{name}", "missing", "it to be there")
     return {name: checked(value.get(name), kind, f"{where}.{name}") for name, kind in fields.items()}
 
 
@@ -267,10 +267,11 @@ def _json(value: Any, where: str) -> Any:
         return checked(value, list[Any], where)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise _wrong(where, value, "something that JSON can hold")
+    raise wrong(where, value, "something that JSON can hold")
 
 
-def _wrong(where: str, given: Any, expected: str) -> MapperFileError:
+def wrong(where: str, given: Any, expected: str) -> MapperFileError:
+    """The error for a field that isn't laid out as documented: its path, what it is, and what was expected."""
     return MapperFileError(
         f"`{where}` of this report is {str(given)[:80]!r}; expected {expected}. If it was read from a file, that is "
         "damaged or of another release: evaluate the mapper again."

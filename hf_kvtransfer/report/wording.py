@@ -1,0 +1,53 @@
+"""How figures are written: shares as percentages, anything else with three decimals, a dash for what is undefined."""
+
+from .schema import Figure, Measure
+
+
+SHARE = "share"
+
+SHARES = {
+    "gap_recovered": "gap recovered",
+    "context_value_kept": "context value kept",
+    "content_kept": "content kept",
+    "normalised_retention": "retention above chance",
+}
+"""The shares of a measure, as they are called."""
+
+
+def shown(value: float | None, unit: str = SHARE) -> str:
+    """
+    A number as text.
+
+    Args:
+        value (`float`, *optional*): the number.
+        unit (`str`, *optional*, defaults to `"share"`): of a measure; only shares become percentages.
+    """
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %" if unit == SHARE else f"{value:.3f}"
+
+
+def with_interval(figure: Figure | None, unit: str = SHARE) -> str:
+    """
+    A figure and its interval as text.
+
+    Args:
+        figure (`dict`, *optional*): a [`Figure`].
+        unit (`str`, *optional*, defaults to `"share"`): of the measure.
+    """
+    if figure is None or figure["value"] is None:
+        return "–"
+    if figure["low"] is None or figure["high"] is None:
+        return f"{shown(figure['value'], unit)} [–]"
+    low, high = shown(figure["low"], unit).removesuffix(" %"), shown(figure["high"], unit).removesuffix(" %")
+    return f"{shown(figure['value'], unit)} [{low}, {high}]"
+
+
+def titled(measure: Measure) -> str:
+    """What a measure is called in a sentence or a column, without its unit."""
+    return f"{measure['task']}, {measure['metric']}"
+
+
+def listed(names: list[str]) -> str:
+    """Names as they stand in a sentence."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
