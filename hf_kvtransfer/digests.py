@@ -162,8 +162,8 @@ def check_files(config: dict[str, Any], files: dict[str, Path], path: Any) -> No
         if recorded.get(name) != file_digest(file):
             raise MapperFileError(
                 f"{name} in {path} is not the file that was saved with this configuration: it is damaged, or belongs "
-                "to another mapper. Fetch or fit the mapper again; if you changed it on purpose, remove `digests` from "
-                "`config.json` or pass `verify=False`."
+                "to another mapper. Fetch it again (from the Hub with `force_download=True`) or fit the mapper again; "
+                "if you changed it on purpose, remove `digests` from `config.json` or pass `verify=False`."
             )
 
 

@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 from .digests import CONFIG_FILE, check_config, check_files, digests_of, loaded_files
 from .errors import KVTransferError, MapperFileError
 from .evidence import bind_evidence, check_evidence
+from .hub_errors import explain_download
 
 
 # A folder inside the mapper's own that holds a complete newer mapper while its files are being moved out of it.
@@ -156,6 +157,7 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
             "Fetch or fit the mapper again."
         ) from error
     except Exception as error:  # what a damaged file leads to depends on the release
+        explain_download(path, error, kwargs.get("revision"))
         raise MapperFileError(
             f"No mapper could be loaded from {path}: {error} Expected a folder or Hub repository with a `config.json` "
             "and safetensors weights written by `KVMapper.save_pretrained`. If the files are damaged, fetch or fit "

@@ -190,8 +190,8 @@ class KVMapperTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         """
-        Saves the mapper and publishes it with its card, as `KVMapper.push_to_hub` does. `transformers.Trainer` would send
-        whatever lies in `output_dir`: logs, training arguments, files of your own.
+        Saves the mapper and publishes it with its card, as `KVMapper.push_to_hub` does. `transformers.Trainer` would
+        send whatever lies in `output_dir`: logs, training arguments, files of your own.
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`): of the commit.
@@ -202,7 +202,7 @@ class KVMapperTrainer(Trainer):
             **kwargs: `tags` are added to the card's; what else `Trainer` takes describes cards of its own.
 
         Returns:
-            `huggingface_hub.CommitInfo`, or a `Future` of it with `blocking=False`; `None` on all but the first process.
+            `huggingface_hub.CommitInfo`, or a `Future` of it with `blocking=False`; `None` on all processes but one.
 
         Raises:
             [`HubError`]: if nothing could be published.
@@ -217,7 +217,7 @@ class KVMapperTrainer(Trainer):
         return job.result() if blocking else job
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        strategy, running = self.args.hub_strategy, self.push_in_progress
+        strategy, running = self.args.hub_strategy, getattr(self, "push_in_progress", None)
         is_running = running is not None and not running.is_done()
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
