@@ -73,7 +73,7 @@ def fit(
     """Fit a mapper in closed form and save it."""
     import torch
 
-    from .explanation import explanation
+    from .explanation import explanation, in_use
     from .loading import load_model, load_tokenizer
     from .mapper import KVMapper
     from .saving import check_writable
@@ -133,6 +133,7 @@ def fit(
             f"k = {mapper.config.k}, {in_words(mapper.num_parameters())} parameters, fitted on "
             f"{mapper.config.calibration['tokens']['fit']:,} tokens, saved in {output}"
         )
+        print(in_use(mapper.config))
 
 
 def _anchor(value: str | None) -> Any:

@@ -3,6 +3,8 @@
 from typing import Any
 
 from .config import KVMapperConfig
+from .costs import conversion_flops
+from .recipes import CONTEXT_LENGTH
 from .tables import percent, table
 
 
@@ -58,7 +60,32 @@ def explanation(config: KVMapperConfig) -> str:
     lines.append(
         "\nerror: of the target's attention output on held-out text, relative to its size; cost: of a prefill."
     )
+    if constants := {kind: layers for kind, layers in config.first_token.items() if layers}:
+        counts = " and ".join(f"the {kind} of {len(layers)} layers" for kind, layers in constants.items())
+        lines += [f"The first token is a constant in {counts}: it is nearer to the target's than what the maps make."]
     return "\n".join(lines)
+
+
+def in_use(config: KVMapperConfig) -> str:
+    """
+    What a conversion with this mapper takes, in one sentence: what the target does itself, and the share of a prefill.
+
+    Args:
+        config ([`KVMapperConfig`]): of a fitted mapper.
+    """
+    start, layers = config.anchor_start, config.anchor_layers
+    own = [
+        *(
+            []
+            if layers is None
+            else [f"embedding and first {layers} layers" if not start else f"layers from {start}, {layers} of them,"]
+        ),
+        *([f"the first {config.exact_prefix} tokens"] if config.exact_prefix else []),
+        *([f"the last {config.exact_suffix} tokens"] if config.exact_suffix else []),
+    ]
+    share = percent(conversion_flops(config, CONTEXT_LENGTH).share_of_prefill)
+    does = f"the target itself runs {' and '.join(own)}" if own else "it reads the source's cache alone"
+    return f"A conversion of {CONTEXT_LENGTH:,} tokens takes {share} of a prefill's operations; {does}."
 
 
 def _described(way: dict[str, Any]) -> str:

@@ -143,7 +143,7 @@ def recipe(preset: str = "auto", **changes: Any) -> Recipe:
     Raises:
         [`CalibrationError`]: if there is no such preset, or a value is impossible.
     """
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise CalibrationError(f"There is no preset {preset!r}; the presets are {', '.join(map(repr, PRESETS))}.")
     known = {field.name for field in fields(Recipe)} - {"selects"}
     for name in changes:
@@ -157,7 +157,8 @@ def _checked(given: Recipe) -> Recipe:
     if given.ridge_lambda is not None:
         given = replace(given, ridge_lambda=_number("ridge_lambda", given.ridge_lambda))
     if given.max_cost is not None:
-        given = replace(given, max_cost=_number("max_cost", given.max_cost))
+        # A share: beyond a few prefills a limit is none.
+        given = replace(given, max_cost=min(_number("max_cost", given.max_cost), 1e6))
     flags = (True, False)
     for name, choices in (
         ("heads", ("full", "local")),

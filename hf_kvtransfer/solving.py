@@ -230,6 +230,12 @@ def solve_selected(
             "one. Allow a higher `max_cost`, or leave `anchor_layers` out."
         )
     _, anchor, entry, picked, found = best
+    if chosen.chooses_anchor and anchor is not None and not anchor[1]:
+        logger.warning(
+            f"Of the anchors that were tried the embedding alone is chosen: no layer of the target itself is worth its "
+            f"cost within {max_cost:.0%} of a prefill by attention-output error, which says little of look-ups into "
+            "the context. Ask for one with `anchor_layers=1`, allow a higher `max_cost`, and measure look-ups."
+        )
     supports, lambdas = supports_of(picked, depth)
     solution = solve_ridge(statistics, supports, lambdas, torch.float32, anchor_depth=_depth_read(anchor, depth))
     selection = {

@@ -16,7 +16,7 @@ from hf_kvtransfer.calibration.attention import boundaries, record_queries, row_
 from hf_kvtransfer.calibration.probes import greedy_layers, layers_by_gain
 from hf_kvtransfer.calibration.ridge import block
 from hf_kvtransfer.calibration.statistics import SPLITS
-from hf_kvtransfer.explanation import explanation
+from hf_kvtransfer.explanation import explanation, in_use
 from hf_kvtransfer.features import KINDS, Support, head_map
 from hf_kvtransfer.modules import decoder_of
 from hf_kvtransfer.pairing import pair_manifest
@@ -382,7 +382,9 @@ class TestAuto:
         shown = explanation(KVMapper.from_pretrained(tmp_path).config)
         assert shown == explanation(mapper.config)
         lines = shown.splitlines()
-        assert sum("keys" in line for line in lines[2:]) == 6
+        assert sum("keys" in line and "λ" in line for line in lines[2:]) == 6
+        assert ("first token is a constant" in shown) == any(mapper.config.first_token.values())
+        assert "reads the source's cache alone" in in_use(mapper.config)
         for way in mapper.config.selection["chosen"]:
             assert f"{way['error']:.4f}" in shown
         assert "rejected" in lines[0]
@@ -398,6 +400,7 @@ class TestAuto:
         best = min(compared, key=lambda one: one["error"])
         assert mapper.config.anchor_layers == best["anchor_layers"]
         assert "anchor layers" in explanation(mapper.config)
+        assert f"first {best['anchor_layers']} layers and the first {SKIP} tokens" in in_use(mapper.config)
         alone = KVMapper.from_statistics(rich, anchor_layers=1, k=0, exact_prefix=SKIP)
         assert {one.layers for entry in alone.config.supports() if entry for one in entry.values()} == {()}
 
