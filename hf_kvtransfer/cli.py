@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from ._version import __version__
+from .cli_bench import bench
+from .cli_card import card
+from .cli_check import check
 from .cli_fit import fit, train
 from .cli_options import (
     Device,
@@ -17,11 +20,9 @@ from .cli_options import (
     TargetRevision,
     Trust,
     fail,
-    in_bytes,
-    in_words,
-    tokenizer_or_none,
     typed_errors,
 )
+from .cli_push import push
 
 
 app = typer.Typer(
@@ -32,7 +33,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.command()(bench)
+app.command()(card)
+app.command()(check)
 app.command()(fit)
+app.command()(push)
 # Its arguments are those of transformers' own parser, which also shows them.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(train)
 
@@ -48,78 +53,6 @@ def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def check(
-    source: Source,
-    target: Target,
-    k: Annotated[list[int] | None, typer.Option(min=1, help="Show the mapper's size at this k (repeatable).")] = None,
-    source_revision: SourceRevision = None,
-    target_revision: TargetRevision = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Tell from configurations alone whether a pair can be mapped, why not, and how large the mapper will be."""
-    from .loading import load_config
-    from .planning import plan_pair
-    from .tables import table
-
-    with typed_errors():
-        plan = plan_pair(
-            load_config(source, source_revision, trust_remote_code),
-            load_config(target, target_revision, trust_remote_code),
-            k,
-        )
-        if plan.source is None or plan.target is None:
-            for side, name in (("source", source), ("target", target)):
-                for reason in plan.refusals[side]:
-                    print(f"The {side} {name} can't be mapped: {reason}")
-            raise typer.Exit(1)
-        rows = []
-        for name, geometry in ((f"source {source}", plan.source), (f"target {target}", plan.target)):
-            heads = sorted({(layer.kv_heads, layer.head_dim) for layer in geometry.layers})
-            shapes = ", ".join(f"{kv_heads} × {head_dim}" for kv_heads, head_dim in heads)
-            sliding = sum(layer.sliding_window is not None for layer in geometry.layers)
-            rotary = sum(layer.rotary for layer in geometry.layers)
-            rows.append([name, geometry.model_type, str(geometry.num_layers), shapes, str(sliding), str(rotary)])
-        print(table(["", "type", "layers", "KV heads × head_dim", "sliding", "with RoPE"], rows))
-        print("\nThe two can be mapped. A full-head linear mapper:\n")
-        print(
-            table(
-                ["k", "parameters", "bfloat16", "float32"],
-                [
-                    [
-                        str(size.k),
-                        in_words(size.parameters),
-                        in_bytes(size.size_in_bytes(2)),
-                        in_bytes(size.size_in_bytes(4)),
-                    ]
-                    for size in plan.sizes
-                ],
-            )
-        )
-        print(f"\nCalibration statistics: {in_bytes(plan.statistics_bytes)} of memory in float64, half in float32.")
-        for note in plan.notes:
-            print(f"Note: {note}")
-        _print_tokenizers((source, source_revision), (target, target_revision), trust_remote_code)
-
-
-def _print_tokenizers(source: tuple[str, str | None], target: tuple[str, str | None], trust_remote_code: bool) -> None:
-    """Compares the tokenizers of both sides where both have one at hand; different ones rule the pair out."""
-    from .geometry import tokenizer_fingerprint
-
-    tokenizers = [tokenizer_or_none(name, revision, trust_remote_code) for name, revision in (source, target)]
-    if any(tokenizer is None for tokenizer in tokenizers):
-        print("Not every side has its tokenizer with it, so `fit` will have to compare them.")
-        return
-    one, other = (tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers)
-    if one != other:
-        fail(
-            f"The tokenizers of {source[0]} and {target[0]} have different vocabularies or merges; expected the same. "
-            "A cache can only be converted between models that read the same token ids: choose a pair with one "
-            "tokenizer."
-        )
-    print("The two share a tokenizer.")
 
 
 @app.command()

@@ -53,18 +53,15 @@ def summary_of(report: "TransferReport") -> dict[str, Any]:
 
 
 def _summary(measure: dict[str, Any]) -> dict[str, Any]:
-    native, alone, transferred = (
-        (measure["conditions"].get(name) or {}).get("value")
-        for name in ("target native", "source alone", "transferred")
-    )
+    values = {name: figure["value"] for name, figure in measure["conditions"].items()}
+    native, transferred = values.get("target native"), values.get("transferred")
+    retention = transferred / native if transferred is not None and native and measure["higher_is_better"] else None
     return {
         **{name: measure[name] for name in ("task", "metric", "kind", "unit", "n")},
         "native": native,
-        "source_alone": alone,
+        "source_alone": values.get("source alone"),
         "transferred": transferred,
-        "retention": transferred / native
-        if measure["higher_is_better"] and native and transferred is not None
-        else None,
+        "retention": retention,
         **{name: measure[name] for name in _FIGURES},
     }
 
@@ -86,12 +83,31 @@ def record_evidence(folder: str | os.PathLike[str], report: "TransferReport") ->
         [`MapperFileError`]: if there is no mapper, or nothing can be written.
     """
     from .report.report import write_whole
+
+    config = read_config(folder)
+    check_report(config, report)
+    summary = summary_of(report)
+    config["scores"] = {**(config.get("scores") or {}), EVALUATION: summary}
+    bind_evidence(config)
+    write_whole(Path(folder), CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return summary
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """
+    The content of the `config.json` of a saved mapper, after finishing an interrupted save.
+
+    Args:
+        folder (`str` or `os.PathLike`): of the mapper.
+
+    Raises:
+        [`MapperFileError`]: if there is no mapper.
+    """
     from .saving import finish_interrupted
 
-    folder = Path(folder)
-    finish_interrupted(folder)
+    finish_interrupted(Path(folder))
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
         is_mapper = isinstance(config, dict) and config.get("model_type") == "kv_mapper"
         reason = "it is of another kind of model"
     except (OSError, ValueError, RecursionError) as error:
@@ -101,12 +117,47 @@ def record_evidence(folder: str | os.PathLike[str], report: "TransferReport") ->
             f"No mapper's configuration could be read from {folder} ({reason}); expected the `config.json` that "
             "`KVMapper.save_pretrained` writes. Check the path."
         )
-    check_report(config, report)
-    summary = summary_of(report)
-    config["scores"] = {**(config.get("scores") or {}), EVALUATION: summary}
-    bind_evidence(config)
-    write_whole(folder, CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return summary
+    return dict(config)
+
+
+def report_in(folder: str | os.PathLike[str]) -> "TransferReport | None":
+    """
+    The report in a mapper's folder, where it is of the weights beside it.
+
+    Args:
+        folder (`str` or `os.PathLike`): of the mapper.
+
+    Returns:
+        [`TransferReport`], or `None` if there is none.
+
+    Raises:
+        [`EvidenceError`]: if the report is another one than the configuration has the summary of, or of other weights.
+        [`MapperFileError`]: if there is no mapper, or the report can't be read.
+    """
+    from .report import REPORT_FILE, TransferReport
+
+    config = read_config(folder)
+    if not (Path(folder) / REPORT_FILE).is_file():
+        return None
+    report, summary = TransferReport.load(folder), evaluation_of(config)
+    if summary is None or summary.get("report") != report.digest():
+        raise EvidenceError(
+            f"The `{REPORT_FILE}` in {folder} is not the one that the mapper's configuration has a summary of, or the "
+            "weights are others since; expected a report of these weights. Evaluate the mapper again with "
+            "`hf-kvtransfer evaluate --report`, or remove the report; if it is of these weights, say so with "
+            "`hf-kvtransfer card --report`."
+        )
+    return report
+
+
+def evaluation_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """
+    The summary of a report in a configuration, if there is one and it is of the weights beside it.
+
+    Args:
+        config (`dict`): the content of a mapper's `config.json`.
+    """
+    return None if _evidence(config)[0] else dict(config["scores"][EVALUATION])
 
 
 def check_report(config: dict[str, Any], report: "TransferReport") -> None:

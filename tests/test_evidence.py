@@ -45,10 +45,10 @@ def measured(task="questions", native=1.0, alone=0.2, transferred=0.9, nothing=0
     }
 
 
-def report_of(config, *measures, **changes):
+def report_of(config, *measures, source="a", target="b", **changes):
     """A report of the mapper that a configuration is of."""
     return TransferReport(
-        pair={"source": "a", "target": "b"},
+        pair={"source": source, "target": target},
         mapper={
             name: getattr(config, name)
             for name in (

@@ -1,0 +1,403 @@
+"""The model card of a mapper: what it converts, how it was fitted, and what was measured of it."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .card_tables import (
+    conditions_of,
+    fit_facts,
+    is_number,
+    likeness,
+    mean_of,
+    measure_groups,
+    native_in_words,
+    shares_kept,
+)
+from .config import KVMapperConfig
+from .errors import MapperFileError
+from .evidence import EVALUATION, evaluation_of, read_config, record_evidence, report_in
+from .report.wording import SHARES
+
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCard
+
+    from .report import TransferReport
+
+
+CARD_FILE = "README.md"
+TASK_NAME = "KV cache transfer"
+"""Name of the task of every result that is generated; other results in a card's `model-index` are kept."""
+
+_TAGS = ("kv-cache", "kv-cache-transfer")
+_MARKER = re.compile(r"<!-- hf_kvtransfer: (begin|end) ([a-z]+) -->")
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(
+    config: KVMapperConfig,
+    report: "TransferReport | None" = None,
+    *,
+    existing: "str | ModelCard | None" = None,
+    name: str | None = None,
+    source: str | None = None,
+    target: str | None = None,
+    figures: Sequence[str] = (),
+) -> "ModelCard":
+    """
+    The card of a mapper, from its configuration and its report.
+
+    Args:
+        config ([`KVMapperConfig`]): of the mapper.
+        report ([`TransferReport`], *optional*):
+            What was measured. Without it the summary in the configuration is shown, or that there is none.
+        existing (`str` or `huggingface_hub.ModelCard`, *optional*):
+            The card so far. What stands outside of the generated blocks is kept, and so are metadata and results that
+            aren't generated; blocks that were taken out stay out. A card without any block gets them all at its end.
+        name (`str`, *optional*): what `from_pretrained` finds the mapper by; by default where it was loaded from.
+        source (`str`, *optional*):
+            The same for the source, where it isn't on the Hub: a folder. By default what the report or the
+            configuration calls it.
+        target (`str`, *optional*): the same for the target.
+        figures (`Sequence[str]`, *optional*): paths, relative to the card, of the figures that it shows.
+
+    Returns:
+        `huggingface_hub.ModelCard`: with valid metadata; `str(card)` is the file.
+
+    Raises:
+        [`MapperFileError`]: if the existing card's metadata or markers can't be read.
+        [`PairMismatchError`]: if the configuration is of no pair.
+    """
+    from huggingface_hub import ModelCard
+
+    before = _existing(existing)
+    values = report.to_dict() if report is not None else {}
+    name = name or _name_of(config)
+    sides = {
+        side: _side(config, side, given, values.get("pair") or {})
+        for side, given in (("source", source), ("target", target))
+    }
+    text = _rendered(config, report, values, name, sides, figures)
+    line_break = "\r\n" if "\r\n" in before.text else "\n"
+    body = _merged(before.text.replace("\r\n", "\n"), text).replace("\n", line_break)
+    metadata = _metadata(before.data.to_dict(), config, values, name, sides)
+    card = ModelCard(f"---{line_break}{metadata.to_yaml(line_break=line_break)}{line_break}---{line_break}{body}")
+    return card
+
+
+def write_card(
+    folder: str | os.PathLike[str],
+    report_dir: str | os.PathLike[str] | None = None,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    target: str | None = None,
+) -> Path:
+    """
+    Writes, or writes again, the `README.md` of a mapper's folder, with the report and the figures that lie there.
+
+    Args:
+        folder (`str` or `os.PathLike`): of the mapper.
+        report_dir (`str` or `os.PathLike`, *optional*):
+            The folder with the report and the figures of these weights, which may be the mapper's own. The report's
+            summary is recorded in the configuration, and its files are copied beside the mapper. By default the report
+            that lies in the mapper's folder and is recorded already, if there is one.
+        name (`str`, *optional*): of the repository it will be published in; by default the folder, as given.
+        source (`str`, *optional*): as in [`model_card`].
+        target (`str`, *optional*): as in [`model_card`].
+
+    Returns:
+        `pathlib.Path`: of the card.
+
+    Raises:
+        [`EvidenceError`]: if the report is of another mapper or other weights.
+        [`MapperFileError`]: if there is no mapper, or the card or the report there can't be read.
+    """
+    from .report import FIGURES_FOLDER, TransferReport
+    from .report.report import write_whole
+
+    folder = Path(folder)
+    if report_dir is not None:
+        record_evidence(folder, TransferReport.load(report_dir))
+        _copy_report(Path(report_dir), folder)
+    report = report_in(folder)
+    values = read_config(folder)
+    KVMapperConfig.check_values(values)
+    config = KVMapperConfig.from_dict(values)
+    if evaluation_of(values) is None:
+        config.scores.pop(EVALUATION, None)  # of other weights
+    path = folder / CARD_FILE
+    try:
+        # As bytes, so that line ends stay what they are.
+        existing = path.read_bytes().decode("utf-8-sig") if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise MapperFileError(
+            f"The card in {folder} can't be read ({error}); expected a `{CARD_FILE}` in UTF-8. Mend or remove it."
+        ) from error
+    figures = [f"{FIGURES_FOLDER}/{file.name}" for file in sorted((folder / FIGURES_FOLDER).glob("*.png"))]
+    card = model_card(
+        config,
+        report,
+        existing=existing,
+        name=name or (folder.name if folder.is_absolute() else folder.as_posix()),
+        source=source,
+        target=target,
+        figures=figures if report is not None else (),
+    )
+    return write_whole(folder, CARD_FILE, str(card))
+
+
+def _copy_report(report_dir: Path, folder: Path) -> None:
+    """Copies a report and its figures beside a mapper, in place of those of an earlier report."""
+    from .report import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE
+
+    if report_dir.resolve() == folder.resolve():
+        return
+    for stale in [folder / MARKDOWN_FILE, *(folder / FIGURES_FOLDER).glob("*.png")]:
+        stale.unlink(missing_ok=True)
+    for file in [report_dir / REPORT_FILE, report_dir / MARKDOWN_FILE, *(report_dir / FIGURES_FOLDER).glob("*.png")]:
+        if file.is_file():
+            copy = folder / file.relative_to(report_dir)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+# ------------------------------------------------------------------------------------------------------- the text
+
+
+def _rendered(
+    config: KVMapperConfig,
+    report: "TransferReport | None",
+    values: dict[str, Any],
+    name: str,
+    sides: dict[str, dict[str, Any]],
+    figures: Sequence[str],
+) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_kvtransfer"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"cell": lambda text: _prose(text).replace("|", "\\|"), "prose": _prose}
+    summary = config.scores.get(EVALUATION) or {}
+    measures = values.get("measures") or summary.get("measures") or []
+    tasks = list(dict.fromkeys(f"{one['task']} (n = {one['n']:,})" for one in measures))
+    return environment.get_template("card.md.jinja").render(
+        title=f"{sides['source']['short']} → {sides['target']['short']}: KV cache transfer",
+        name=_quoted(name),
+        **sides,
+        autos=", ".join(sorted({side["auto"] for side in sides.values()})),
+        needs_target=config.needs_target,
+        needs_positions=any(side["multimodal"] for side in sides.values()),
+        multimodal=any(side["auto"] != "AutoModelForCausalLM" for side in sides.values()),
+        native=native_in_words(config),
+        facts=fit_facts(config, values.get("mapper")),
+        verdict=_verdict(report.verdict() if report is not None else summary.get("verdict")),
+        groups=measure_groups(measures),
+        kept=shares_kept(measures),
+        shares=list(SHARES.values()),
+        likeness=likeness(values.get("fidelity"), summary),
+        figures=[{"path": path, "words": Path(path).stem.replace("_", " ").replace("-", " ")} for path in figures],
+        has_report=report is not None,
+        measured=", ".join(tasks) or "nothing yet",
+        fingerprint=config.tokenizer_fingerprint,
+        preset=config.preset,
+        version=__version__,
+    )
+
+
+def _verdict(text: Any) -> str:
+    """The verdict, its first sentence in bold."""
+    first, stop, rest = str(text or "").partition(". ")
+    return f"**{first}{stop.strip()}** {rest}" if first else ""
+
+
+def _prose(text: Any) -> str:
+    """One line that can't open or close a comment."""
+    return " ".join(str(text).split()).replace("<!--", "<! --").replace("-->", "-- >")
+
+
+def _side(config: KVMapperConfig, side: str, given: str | None, pair: dict[str, Any]) -> dict[str, Any]:
+    geometry = config.geometry(side)
+    checkpoint, revision = geometry.checkpoint or side, getattr(config, f"{side}_revision")
+    on_hub = given is None and bool(_ON_HUB.fullmatch(checkpoint) or revision)
+    told = str(pair.get(side) or "")
+    # A path of the machine that measured means nothing elsewhere.
+    name = given or (checkpoint if on_hub or not told or os.path.isabs(told) else told)
+    short = Path(name).name
+    is_pinned = revision and on_hub
+    heads = sorted({f"{layer.kv_heads} × {layer.head_dim}" for layer in geometry.layers})
+    return {
+        "name": name,
+        "short": short,
+        "on_hub": on_hub,
+        "link": f"[{name}](https://huggingface.co/{name})" if on_hub else f"`{name}`",
+        "revision": f"`{revision}`" if revision else None,
+        "layers": geometry.num_layers,
+        "heads": ", ".join(heads),
+        "auto": "AutoModelForImageTextToText" if geometry.text_config_name else "AutoModelForCausalLM",
+        "arguments": _quoted(name) + (f", revision={_quoted(revision)}" if is_pinned else ""),
+        "wants_full_cache": any(layer.sliding_window for layer in geometry.layers),
+        "multimodal": geometry.multimodal_positions,
+    }
+
+
+def _quoted(text: Any) -> str:
+    """A text as Python writes it in code, in one line and with double quotes."""
+    inner = repr(str(text))[1:-1].replace("\\'", "'").replace('"', '\\"')
+    return f'"{inner}"'
+
+
+def _name_of(config: KVMapperConfig) -> str:
+    path = str(getattr(config, "name_or_path", "") or "")
+    if path and not Path(path).is_dir() and _ON_HUB.fullmatch(path):
+        return path
+    return Path(path).name or "path/to/this/mapper"
+
+
+# ------------------------------------------------------------------------------------------------ the card so far
+
+
+def _existing(card: "str | ModelCard | None") -> "ModelCard":
+    from huggingface_hub import ModelCard
+
+    if card is None:
+        return ModelCard("---\n{}\n---\n")
+    try:
+        text = str(card).removeprefix("\ufeff")
+        return ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
+    except Exception as error:  # of the YAML library, or of what reads results from it
+        raise MapperFileError(
+            f"The metadata of the existing card can't be read ({error}); expected YAML between two lines of `---`. "
+            f"Mend or remove the `{CARD_FILE}`, and write the card again."
+        ) from error
+
+
+def _blocks(text: str) -> dict[str, tuple[int, int]]:
+    """Where each generated block of a card begins and ends, markers included."""
+    found: dict[str, tuple[int, int]] = {}
+    opened: re.Match[str] | None = None
+    for marker in _MARKER.finditer(text):
+        is_begin, name = marker[1] == "begin", marker[2]
+        fits = opened is None and name not in found if is_begin else opened is not None and opened[2] == name
+        if not fits:
+            opened = marker
+            break
+        if is_begin:
+            opened = marker
+        elif opened is not None:
+            found[name], opened = (opened.start(), marker.end()), None
+    if opened is not None:
+        raise MapperFileError(
+            f"The marker `{opened[0]}` of the existing card has no counterpart, or stands there twice; expected one "
+            f"`begin` and one `end` around each generated block. Mend the `{CARD_FILE}`, or remove all of its markers."
+        )
+    return found
+
+
+def _merged(before: str, text: str) -> str:
+    """The card so far with its generated blocks replaced by the new ones."""
+    old, new = _blocks(before), _blocks(text)
+    if not old:
+        return f"{before.rstrip()}\n\n{text}" if before.strip() else f"\n{text}"
+    for name, (start, stop) in sorted(old.items(), key=lambda item: -item[1][0]):
+        if name in new:
+            before = before[:start] + text[slice(*new[name])] + before[stop:]
+    return before
+
+
+# --------------------------------------------------------------------------------------------------- the metadata
+
+
+def _metadata(
+    before: dict[str, Any],
+    config: KVMapperConfig,
+    values: dict[str, Any],
+    name: str,
+    sides: dict[str, dict[str, Any]],
+) -> Any:
+    from huggingface_hub import ModelCardData
+    from huggingface_hub.repocard_data import model_index_to_eval_results
+
+    index = before.pop("model-index", None)
+    title, results = model_index_to_eval_results(index) if index else (None, [])
+    others = [one for one in results if one.task_name != TASK_NAME]
+    models = [side["name"] for side in sides.values() if side["on_hub"]]
+    dataset = str(config.calibration.get("dataset") or "").split(" (")[0]
+    metrics = list(dict.fromkeys(str(one["metric"]) for one in values.get("measures") or ()))
+    ours = {
+        "base_model": models or None,
+        "base_model_relation": "adapter" if models else None,
+        "library_name": "hf_kvtransfer",
+        "pipeline_tag": "text-generation",
+        "datasets": [dataset] if _ON_HUB.fullmatch(dataset) else None,
+        "metrics": metrics or None,
+    }
+    kept = {name: value for name, value in before.items() if name not in ("base_model", "metrics") or not ours[name]}
+    tags = [*_TAGS, *_as_list(before.get("tags"))]
+    found = [*eval_results(config, values), *others]
+    data: dict[str, Any] = {**ours, **kept, "tags": tags}
+    if found:
+        data |= {"model_name": title or Path(name).name, "eval_results": found}
+    return ModelCardData(**{name: value for name, value in data.items() if value is not None})
+
+
+def eval_results(config: KVMapperConfig, values: dict[str, Any]) -> "list[EvalResult]":
+    """
+    Every metric of a report as an entry of a `model-index`, with intervals where there are any.
+
+    Args:
+        config ([`KVMapperConfig`]): of the mapper, whose summary is taken without a report.
+        values (`dict`): the report as JSON values; empty without one.
+    """
+    summary = config.scores.get(EVALUATION) or {}
+    found = []
+    for one in values.get("measures") or summary.get("measures") or ():
+        task, metric = str(one["task"]), str(one["metric"])
+        figures = {metric: conditions_of(one).get("transferred")}
+        figures |= {f"{metric}: {words}": one.get(key) for key, words in SHARES.items()}
+        found += [_result(task, words, figure, one["n"]) for words, figure in figures.items()]
+    fidelity = values.get("fidelity") or {}
+    if fidelity:
+        r2, chunks = fidelity["r2"], fidelity["chunks"]
+        likeness_figures = {
+            "R² of keys": {"value": mean_of(r2["keys"])},
+            "R² of values": {"value": mean_of(r2["values"])},
+            "cosine of attention outputs": {"value": mean_of(fidelity["cosine"])},
+            "KL to native, nats per token": fidelity["kl"],
+            "top-1 agreement with native": fidelity["agreement"],
+        }
+        found += [_result("fidelity", words, figure, chunks) for words, figure in likeness_figures.items()]
+    return [one for one in found if one is not None]
+
+
+def _result(task: str, words: str, figure: dict[str, Any] | None, n: int) -> "EvalResult | None":
+    from huggingface_hub import EvalResult
+
+    value, *ends = [(figure or {}).get(end) for end in ("value", "low", "high")]
+    if value is None or not is_number(value):
+        return None
+    interval = [round(float(end), 6) for end in ends if end is not None]
+    return EvalResult(
+        task_type="text-generation",
+        task_name=TASK_NAME,
+        dataset_type=re.sub(r"[^\w./-]+", "-", task).strip("-") or "unknown",
+        dataset_name=task,
+        metric_type=re.sub(r"[^a-z0-9]+", "_", words.lower().replace("²", "2")).strip("_"),
+        metric_name=words,
+        metric_value=round(float(value), 6),
+        metric_args={"n": n} | ({"interval_95": interval} if len(interval) == 2 else {}),
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
