@@ -5,7 +5,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from hf_kvtransfer.calibration import Moments, weighted
-from hf_kvtransfer.calibration.weighted import WeightedMoments
+from hf_kvtransfer.calibration.weighted import System, WeightedMoments
 from hf_kvtransfer.errors import CalibrationError
 
 
@@ -31,6 +31,19 @@ def summed(*pieces, dtype=torch.float64):
     return moments
 
 
+def system(moments, rows, alpha, columns=(slice(0, FEATURES),)):
+    """Of all heads, with the plain sums that other moments keep of the same rows."""
+    x, y, _ = rows
+    x = torch.cat([x[..., part] for part in columns], dim=-1)
+    found = []
+    for head, strength in enumerate(torch.as_tensor(alpha, dtype=torch.float64).expand(HEADS).tolist()):
+        plain = Moments(x.shape[2], WIDTH, moments.dtype)
+        plain.update(x[head], y[head])
+        own = System(plain.sxx, plain.sxy, plain.mean_x, plain.mean_y, plain.syy)
+        found.append(moments.system(head, strength, own, columns))
+    return System(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+
+
 def solve(system):
     gram, cross, mean_x, mean_y, _ = (each.double() for each in system)
     slope = torch.linalg.solve(gram + PENALTY * torch.eye(gram.shape[1]), cross)
@@ -47,14 +60,15 @@ def assert_same(a, b, rtol=1e-10):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol * float(theirs.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("columns", [None, [slice(6, 9), slice(0, 2)]], ids=["all", "some"])
+@pytest.mark.parametrize("columns", [[slice(0, FEATURES)], [slice(6, 9), slice(0, 2)]], ids=["all", "some"])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_it_is_weighted_ridge_over_the_rows(alpha, columns):
     x, y, weights = make_rows(offset=3.0)
-    system = summed(*cut((x, y, weights), 7, 150)).system(torch.tensor([alpha] * HEADS), columns)
-    slope, intercept = solve(system)
-    if columns is not None:
-        x = torch.cat([x[..., part] for part in columns], dim=-1)
+    weights[:, 5:9] = 0.0
+    rows = x, y, weights
+    found = system(summed(*cut(rows, 7, 150)), rows, alpha, columns)
+    slope, intercept = solve(found)
+    x = torch.cat([x[..., part] for part in columns], dim=-1)
     w = 1 + alpha * (weights / weights.mean(1, keepdim=True) - 1)
     for head in range(HEADS):
         reference = Ridge(alpha=PENALTY).fit(x[head].double(), y[head].double(), sample_weight=w[head].double())
@@ -62,35 +76,28 @@ def test_it_is_weighted_ridge_over_the_rows(alpha, columns):
         torch.testing.assert_close(intercept[head], torch.tensor(reference.intercept_), rtol=1e-5, atol=1e-5)
         mean = (w[head, :, None] * y[head]).sum(0).double() / ROWS
         syy = (w[head, :, None] * (y[head] - mean).square()).sum(0).double()
-        torch.testing.assert_close(system[4][head], syy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.syy[head], syy, rtol=1e-5, atol=1e-5)
 
 
-def test_alpha_differs_by_head():
-    moments = summed(make_rows())
-    alphas = torch.tensor([0.0, 0.4, 1.0])
-    mixed = moments.system(alphas)
+def test_heads_have_strengths_of_their_own():
+    rows = make_rows()
+    moments, alphas = summed(rows), torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+    mixed = system(moments, rows, alphas)
     for head, alpha in enumerate(alphas.tolist()):
-        for mine, theirs in zip(mixed, moments.system(alpha), strict=True):
+        for mine, theirs in zip(mixed, system(moments, rows, alpha), strict=True):
             torch.testing.assert_close(mine[head], theirs[head], rtol=0, atol=0)
 
 
 def test_without_weights_it_is_the_unweighted_system():
     x, y, weights = make_rows(offset=10.0)
-    moments = summed((x, y, weights))
-    system = moments.system(0.0)
-    # To the last bit the plain sums, whatever the weights are …
-    for other in (summed((x, y, weights.square())), summed((x, y, torch.zeros_like(weights)))):
-        for mine, theirs in zip(system, other.system(0.0), strict=True):
+    ones = x, y, torch.ones_like(weights)
+    plain = system(summed(ones), ones, 0.0)
+    # To the last bit the plain sums, whatever the weights are, and those of weights of one at any strength.
+    for other in (weights.square(), torch.zeros_like(weights)):
+        for mine, theirs in zip(system(summed((x, y, other)), (x, y, other), 0.0), plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-    # … those of the moments without weights, and of weights of one at any strength.
-    ones = summed((x, y, torch.ones_like(weights))).system(0.7)
-    for head in range(HEADS):
-        plain = Moments(FEATURES, WIDTH)
-        plain.update(x[head], y[head])
-        expected = (plain.sxx, plain.sxy, plain.mean_x, plain.mean_y, plain.syy)
-        for mine, same, theirs in zip(system, ones, expected, strict=True):
-            torch.testing.assert_close(mine[head], theirs, rtol=1e-10, atol=1e-8)
-            torch.testing.assert_close(same[head], theirs, rtol=1e-10, atol=1e-8)
+    for mine, theirs in zip(system(summed(ones), ones, 0.7), plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-8)
 
 
 @pytest.mark.parametrize("features", [FEATURES, 700], ids=["one panel", "panels"])
@@ -100,7 +107,7 @@ def test_pieces_and_merged_parts_are_the_whole(monkeypatch, features):
     x = torch.randn(HEADS, ROWS, features, generator=generator) + 100.0
     whole, first, second = (WeightedMoments(HEADS, features, WIDTH) for _ in range(3))
     whole.update(x, y, weights)
-    monkeypatch.setattr(weighted, "_BLOCK_ROWS", 64)
+    monkeypatch.setattr(weighted, "BLOCK_ROWS", 64)
     pieces = cut((x, y, weights), 1, 90, 200)
     for part, mine in ((first, pieces[:2]), (second, pieces[2:])):
         for piece in mine:
@@ -109,7 +116,7 @@ def test_pieces_and_merged_parts_are_the_whole(monkeypatch, features):
     first.merge(second)
     first.merge(WeightedMoments(HEADS, features, WIDTH))
     assert_same(first, whole)
-    gram = first.system(0.5)[0]
+    gram = first.tensors()["gram"]
     torch.testing.assert_close(gram, gram.mT, rtol=1e-12, atol=1e-9)
 
 
@@ -123,11 +130,13 @@ def test_what_is_stored_is_what_was_summed():
 
 
 def test_a_common_offset_costs_no_digits_and_float32_few():
-    expected = solve(summed(make_rows()).system(0.5))[0]
+    expected = solve(system(summed(make_rows()), make_rows(), 0.5))[0]
     for dtype, offset, tolerance in ((torch.float64, 1e3, 1e-3), (torch.float32, 0.0, 1e-5)):
-        moments = summed(*cut(make_rows(offset=offset), 100), dtype=dtype)
-        assert moments.dtype is moments.system(0.5)[0].dtype is dtype
-        torch.testing.assert_close(solve(moments.system(0.5))[0], expected, rtol=tolerance, atol=tolerance)
+        rows = make_rows(offset=offset)
+        moments = summed(*cut(rows, 100), dtype=dtype)
+        found = system(moments, rows, 0.5)
+        assert moments.dtype is found.gram.dtype is dtype
+        torch.testing.assert_close(solve(found)[0], expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("features", [1, 40, 150, 199, 200, 500])
@@ -147,11 +156,12 @@ def test_the_largest_alpha_keeps_enough_rows_and_is_the_largest(features):
 def test_heads_without_or_with_even_weights():
     x, y, weights = make_rows()
     weights[0], weights[1] = 0.0, 2.0
-    moments = summed(*cut((x, y, weights), 50))
+    rows = x, y, weights
+    moments = summed(*cut(rows, 50))
     alpha = moments.largest_alpha(150)
     assert alpha[:2].tolist() == [0, 1]
     assert 0 < alpha[2] < 1
-    for mine, plain in zip(moments.system(1.0), moments.system(0.0), strict=True):
+    for mine, plain in zip(system(moments, rows, 1.0), system(moments, rows, 0.0), strict=True):
         torch.testing.assert_close(mine[0], plain[0], rtol=0, atol=0)  # there is nothing to go by
         torch.testing.assert_close(mine[1], plain[1])
     assert not WeightedMoments(HEADS, FEATURES, WIDTH).largest_alpha(5).any()

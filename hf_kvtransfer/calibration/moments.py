@@ -9,11 +9,69 @@ import torch
 from ..errors import CalibrationError
 
 
-_BLOCK_ROWS = 2048
+BLOCK_ROWS = 1024
 """Rows per product. Enough for BLAS to be busy; the scratch is two blocks of this many rows in the moments' dtype."""
 
 _PANELS = 8
 """Column panels of the symmetric product. Eight of them spare 44 % of its arithmetic, and more would spare little."""
+
+
+def check_precision(dtype: torch.dtype) -> None:
+    """
+    Refuses dtypes that sums can't be kept in.
+
+    Raises:
+        CalibrationError: It is neither float64 nor float32.
+    """
+    if dtype not in (torch.float64, torch.float32):
+        raise CalibrationError(
+            f"Moments can be summed in torch.float64 or torch.float32, not in {dtype}: half precision would lose "
+            "the small eigenvalues that the map depends on."
+        )
+
+
+def panels(width: int) -> list[tuple[int, int]]:
+    """The column panels of a symmetric product: of each, only what lies on and right of the diagonal is computed."""
+    step = max(256, math.ceil(width / _PANELS))
+    return [(start, min(start + step, width)) for start in range(0, width, step)]
+
+
+def centred(
+    rows: torch.Tensor,
+    mean: torch.Tensor,
+    scale: float | torch.Tensor,
+    dtype: torch.dtype,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    `rows` minus their own mean, times the roots of their weights, with the shift of that mean from `mean` as one more
+    row of weight `scale`: a single product of the result is then the whole update.
+
+    Args:
+        rows (`torch.Tensor` of shape `[rows, width]`): A block, any floating dtype and device.
+        mean (`torch.Tensor` of shape `[width]`, float64): Of the rows before.
+        scale (`float` or `torch.Tensor`): The factor of the product of shifts (Chan, Golub and LeVeque).
+        dtype (`torch.dtype`): Of the sums.
+        weights (`torch.Tensor` of shape `[rows]`, *optional*): Above zero; all one by default.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: `[rows + 1, width]`, on the device of `mean`, and the shift, float64.
+    """
+    # No wider than what comes in or what goes out: a difference of close numbers is exact in any precision.
+    block = torch.empty(len(rows) + 1, rows.shape[1], dtype=torch.promote_types(dtype, rows.dtype), device=mean.device)
+    content = block[:-1].copy_(rows)
+
+    def averaged() -> torch.Tensor:
+        return content.mean(0) if weights is None else (weights / weights.sum()).to(content) @ content
+
+    reference = averaged()
+    content.sub_(reference)
+    # The first mean is rounded to the block's precision; what it missed belongs to the mean all the same.
+    shift = reference.double() + averaged().double() - mean
+    if weights is not None:
+        content.mul_(weights.sqrt().to(content)[:, None])
+    block[-1] = shift * scale**0.5
+    return block.to(dtype), shift
 
 
 class Moments:
@@ -45,11 +103,7 @@ class Moments:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> None:
-        if dtype not in (torch.float64, torch.float32):
-            raise CalibrationError(
-                f"Moments can be summed in torch.float64 or torch.float32, not in {dtype}: half precision would lose "
-                "the small eigenvalues that the map depends on."
-            )
+        check_precision(dtype)
         self.count = 0
         self.mean_x = torch.zeros(source_width, dtype=torch.float64, device=device)
         self.mean_y = torch.zeros(target_width, dtype=torch.float64, device=device)
@@ -73,15 +127,10 @@ class Moments:
     def sxx(self) -> torch.Tensor:
         """`torch.Tensor` of shape `[Dx, Dx]`: `Σ (x − x̄)(x − x̄)ᵀ`, the centred and unnormalised Gram matrix."""
         if not self._mirrored:
-            for start, stop in self._panels():
+            for start, stop in panels(len(self._sxx)):
                 self._sxx[stop:, start:stop].copy_(self._sxx[start:stop, stop:].T)
             self._mirrored = True
         return self._sxx
-
-    def _panels(self) -> list[tuple[int, int]]:
-        width = self._sxx.shape[0]
-        step = max(256, math.ceil(width / _PANELS))
-        return [(start, min(start + step, width)) for start in range(0, width, step)]
 
     def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """
@@ -100,16 +149,16 @@ class Moments:
                 f"Got source rows {list(x.shape)} and target rows {list(y.shape)}, expected [tokens, {widths[0]}] and "
                 f"[tokens, {widths[1]}] for the same tokens: capture both models on the same token ids."
             )
-        for start in range(0, x.shape[0], _BLOCK_ROWS):
-            self._update_block(x[start : start + _BLOCK_ROWS], y[start : start + _BLOCK_ROWS])
+        for start in range(0, x.shape[0], BLOCK_ROWS):
+            self._update_block(x[start : start + BLOCK_ROWS], y[start : start + BLOCK_ROWS])
 
     def _update_block(self, x: torch.Tensor, y: torch.Tensor) -> None:
         rows = x.shape[0]
         total = self.count + rows
         scale = self.count * rows / total
-        x, shift_x = self._centred(x, self.mean_x, scale)
-        y, shift_y = self._centred(y, self.mean_y, scale)
-        for start, stop in self._panels():
+        x, shift_x = centred(x, self.mean_x, scale, self.dtype)
+        y, shift_y = centred(y, self.mean_y, scale, self.dtype)
+        for start, stop in panels(len(self._sxx)):
             self._sxx[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
         self._mirrored = False
         self.sxy.addmm_(x.T, y)
@@ -117,19 +166,6 @@ class Moments:
         self.mean_x.add_(shift_x, alpha=rows / total)
         self.mean_y.add_(shift_y, alpha=rows / total)
         self.count = total
-
-    def _centred(self, rows: torch.Tensor, mean: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        `rows` minus their own mean, with the shift of that mean from `mean` as one more row of weight `scale`: a
-        single product of the result is then the whole update. Returns it and the shift.
-        """
-        block = torch.empty(rows.shape[0] + 1, rows.shape[1], dtype=torch.float64, device=self.device)
-        centred = block[:-1].copy_(rows)
-        block_mean = centred.mean(0)
-        centred.sub_(block_mean)
-        shift = block_mean - mean
-        torch.mul(shift, math.sqrt(scale), out=block[-1])
-        return block.to(self.dtype), shift
 
     def merge(self, other: Moments) -> None:
         """

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from ..errors import CalibrationError, SingularSystemError
 from ..features import KINDS, LayerSupport, Support, as_json, as_supports
 from .statistics import CalibrationStatistics
+from .weighted import System
 
 
 @dataclass
@@ -179,22 +180,29 @@ def _solve_weighted(
                 "collected with `attention_rows=True`, and a head-local support of the same kind and token, without an "
                 "anchor. Collect them with the preset `cachebridge2026`, or solve without weights."
             )
-        moments = statistics.weighted[layer, kind]
-        columns, start = [], 0
+        moments, plain = statistics.weighted[layer, kind], statistics.moments("fit", kind)
+        own, start = [], 0
         for index, source in enumerate(statistics.source.layers):
             stop = start + support.heads_read(source, statistics.target.layers[layer])[0][1] * source.head_dim
             if index in support.layers:
-                columns.append(slice(start, stop))
+                own.append(slice(start, stop))
             start = stop
-        features = sum(column.stop - column.start for column in columns)
-        alpha = moments.largest_alpha(features)
-        solution.row_weights[layer, kind] = [float(value) for value in alpha]
-        gram, cross, mean_x, mean_y, _ = moments.system(alpha, columns)
-        for part in members:
+        strengths = moments.largest_alpha(sum(column.stop - column.start for column in own)).tolist()
+        solution.row_weights[layer, kind] = strengths
+        for part, alpha in zip(members, strengths, strict=True):
+            columns = [slice(*bounds) for bounds in part.features]
+            unweighted = System(
+                block(plain.sxx, columns, columns),
+                block(plain.sxy, columns, [part.outputs]),
+                torch.cat([plain.mean_x[column] for column in columns]),
+                plain.mean_y[part.outputs],
+                plain.syy[part.outputs],
+            )
+            gram, cross, mean_x, mean_y, _ = moments.system(part.group, alpha, unweighted, own)
             where = f"the {kind} of head {part.group} of target layer {layer}"
-            factor = _cholesky(gram[part.group].double(), part.ridge_lambda, where, statistics.tokens["fit"])
-            weight = torch.cholesky_solve(cross[part.group].double(), factor).T.to(dtype).contiguous()
-            bias = (mean_y[part.group] - weight.double() @ mean_x[part.group]).to(dtype)
+            factor = _cholesky(gram, part.ridge_lambda, where, plain.count)
+            weight = torch.cholesky_solve(cross, factor).T.to(dtype).contiguous()
+            bias = (mean_y - weight.double() @ mean_x).to(dtype)
             solved[layer, part.group] = weight, bias
         done(1)
     return solved

@@ -31,7 +31,7 @@ from .weighted import WeightedMoments
 
 STATISTICS_NAME = "statistics.json"
 _DATA_PREFIX = "moments-"
-_FORMAT = 2
+_FORMAT = 3
 _BLOCK_BYTES = 1 << 24
 
 
@@ -165,7 +165,8 @@ def _read_body(path: Path) -> dict[str, Any]:
         raise MapperFileError(f"{path} doesn't match its own checksum: it was edited or damaged. {advice}")
     if body.get("format") != _FORMAT:
         raise MapperFileError(
-            f"{path} has format {body.get('format')!r}, this version of hf_kvtransfer reads {_FORMAT}: update it."
+            f"{path} has format {body.get('format')!r}, this version of hf_kvtransfer reads {_FORMAT}: collect the "
+            "statistics again, or update hf_kvtransfer if theirs is the newer format."
         )
     return body
 

@@ -4,131 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..errors import CalibrationError
+from .moments import BLOCK_ROWS, centred, check_precision, panels
 
 
-_BLOCK_ROWS = 2048
-"""Rows per product, as in `moments`."""
-
-_PANELS = 8
-"""Column panels of the symmetric product, as in `moments`."""
-
-_NAMES = ("mass", "mean_x", "mean_y", "gram", "cross", "syy")
+_NAMES = ("mass", "squares", "mean_x", "mean_y", "gram", "cross", "syy")
 
 
-class _Sums:
+class System(NamedTuple):
     """
-    Centred second moments of rows that each carry a weight, for several heads at once.
+    Centred sums of one KV head, ready for a ridge solve.
 
-    Args:
-        mass (`torch.Tensor` of shape `[heads]`, float64): `Σ w`.
-        mean_x (`torch.Tensor` of shape `[heads, features]`, float64): `x̄ = Σ w x / Σ w`.
-        mean_y (`torch.Tensor` of shape `[heads, head_dim]`, float64): `ȳ`.
-        gram (`torch.Tensor` of shape `[heads, features, features]`): `Σ w (x − x̄)(x − x̄)ᵀ`, only its upper panels until
-            [`~_Sums.mirror`].
-        cross (`torch.Tensor` of shape `[heads, features, head_dim]`): `Σ w (x − x̄)(y − ȳ)ᵀ`.
-        syy (`torch.Tensor` of shape `[heads, head_dim]`, float64): `Σ w (y − ȳ)²`.
+    Attributes:
+        gram (`torch.Tensor` of shape `[features, features]`): `Σ w (x − x̄)(x − x̄)ᵀ`.
+        cross (`torch.Tensor` of shape `[features, head_dim]`): `Σ w (x − x̄)(y − ȳ)ᵀ`.
+        mean_x (`torch.Tensor` of shape `[features]`, float64): `x̄ = Σ w x / Σ w`.
+        mean_y (`torch.Tensor` of shape `[head_dim]`, float64): `ȳ`.
+        syy (`torch.Tensor` of shape `[head_dim]`, float64): `Σ w (y − ȳ)²`.
     """
 
-    def __init__(
-        self,
-        mass: torch.Tensor,
-        mean_x: torch.Tensor,
-        mean_y: torch.Tensor,
-        gram: torch.Tensor,
-        cross: torch.Tensor,
-        syy: torch.Tensor,
-    ) -> None:
-        self.mass, self.mean_x, self.mean_y, self.gram, self.cross, self.syy = mass, mean_x, mean_y, gram, cross, syy
-
-    @classmethod
-    def zeros(cls, heads: int, features: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> _Sums:
-        small = [(heads,), (heads, features), (heads, head_dim)]
-        mass, mean_x, mean_y = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in small)
-        gram, cross = (
-            torch.zeros(heads, features, width, dtype=dtype, device=device) for width in (features, head_dim)
-        )
-        return cls(mass, mean_x, mean_y, gram, cross, torch.zeros_like(mean_y))
-
-    def panels(self) -> list[tuple[int, int]]:
-        width = self.gram.shape[1]
-        step = max(256, math.ceil(width / _PANELS))
-        return [(start, min(start + step, width)) for start in range(0, width, step)]
-
-    def mirror(self) -> None:
-        for start, stop in self.panels():
-            self.gram[:, stop:, start:stop] = self.gram[:, start:stop, stop:].mT
-
-    def update(self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> None:
-        """Adds a block of `x` `[heads, rows, features]` and `y` `[heads, rows, head_dim]`; all are float64."""
-        mass = weights.sum(1)
-        share, scale = self._shares(mass)
-        roots = weights.sqrt()[:, :, None]
-        x, shift_x = self._centred(x, weights, mass, roots, self.mean_x, scale)
-        y, shift_y = self._centred(y, weights, mass, roots, self.mean_y, scale)
-        panels = self.panels()
-        # One head at a time: a batched product would copy the panel, which is no contiguous piece of the whole.
-        for gram, rows in zip(self.gram, x, strict=True):
-            for start, stop in panels:
-                gram[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
-        self.cross.baddbmm_(x.mT, y)
-        self.syy.add_(y.double().square_().sum(1))
-        self._move(mass, share, shift_x, shift_y)
-
-    def _shares(self, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        What part of the whole mass is the new one, and the factor of the product of shifts (Chan, Golub and LeVeque),
-        both of shape `[heads, 1]`.
-        """
-        # Heads of which no row has a weight yet have no mean to move.
-        share = torch.where(mass > 0, mass / (self.mass + mass), 0.0)
-        return share[:, None], (self.mass * share)[:, None]
-
-    def _centred(
-        self,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        mass: torch.Tensor,
-        roots: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        `rows` minus their own mean, times the roots of their weights, with the shift of that mean from `mean` as one
-        more row: a single product of the result is then the whole update. Returns it and the shift.
-        """
-        block_mean = (weights[:, None] @ rows)[:, 0] / torch.where(mass > 0, mass, 1.0)[:, None]
-        shift = block_mean - mean
-        block = torch.cat([(rows - block_mean[:, None]).mul_(roots), (shift * scale.sqrt())[:, None]], dim=1)
-        return block.to(self.gram.dtype), shift
-
-    def _move(self, mass: torch.Tensor, share: torch.Tensor, shift_x: torch.Tensor, shift_y: torch.Tensor) -> None:
-        self.mean_x.add_(shift_x * share)
-        self.mean_y.add_(shift_y * share)
-        self.mass.add_(mass)
-
-    def merge(self, other: _Sums) -> None:
-        mass = other.mass.to(self.mass)
-        share, scale = self._shares(mass)
-        shift_x, shift_y = other.mean_x.to(self.mean_x) - self.mean_x, other.mean_y.to(self.mean_y) - self.mean_y
-        left = (shift_x * scale).to(self.gram.dtype)[:, :, None]
-        self.gram.add_(other.gram.to(self.gram)).baddbmm_(left, shift_x.to(left)[:, None])
-        self.cross.add_(other.cross.to(self.cross)).baddbmm_(left, shift_y.to(left)[:, None])
-        self.syy.add_(other.syy.to(self.syy)).add_(shift_y.square() * scale)
-        self._move(mass, share, shift_x, shift_y)
+    gram: torch.Tensor
+    cross: torch.Tensor
+    mean_x: torch.Tensor
+    mean_y: torch.Tensor
+    syy: torch.Tensor
 
 
 class WeightedMoments:
     """
-    Centred second moments between the features and the outputs of all KV heads of one target layer and kind, for ridge
-    with rows weighted by `w = 1 + α (r / r̄ − 1)` (arXiv 2609.00891, attention-weighted rows).
+    Centred second moments of rows weighted by `r`, between the features and the outputs of all KV heads of one target
+    layer and kind, for ridge with rows weighted by `w = 1 + α (r / r̄ − 1)` (arXiv 2609.00891, attention-weighted rows).
 
-    Every weighted sum is a combination of the plain and the `r`-weighted one, so both are kept, and `α` and the
-    features are chosen afterwards. Blocks are merged with the pairwise formula of Chan, Golub and LeVeque, as in
-    [`Moments`].
+    Every sum over `w` is a combination of the `r`-weighted one, which is kept here, and the plain one, which
+    [`Moments`] hold already. So `α` and the features are chosen afterwards. Blocks are merged with the pairwise formula
+    of Chan, Golub and LeVeque, as there.
 
     Args:
         heads (`int`): KV heads, each with features, outputs and weights of its own.
@@ -140,6 +53,7 @@ class WeightedMoments:
 
     Attributes:
         count (`int`): Number `n` of rows (tokens) seen.
+        mass (`torch.Tensor` of shape `[heads]`, float64): `Σ r`.
 
     Raises:
         CalibrationError: `dtype` is another one.
@@ -153,27 +67,27 @@ class WeightedMoments:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> None:
-        if dtype not in (torch.float64, torch.float32):
-            raise CalibrationError(
-                f"Weighted moments can be summed in torch.float64 or torch.float32, not in {dtype}: half precision "
-                "would lose the small eigenvalues that the map depends on."
-            )
+        check_precision(dtype)
         self.count = 0
-        self._plain = _Sums.zeros(heads, features, head_dim, dtype, device)
-        self._weighted = _Sums.zeros(heads, features, head_dim, dtype, device)
-        self._squares = torch.zeros(heads, dtype=torch.float64, device=device)
+        small = [(heads,), (heads,), (heads, features), (heads, head_dim), (heads, head_dim)]
+        self.mass, self._squares, self._mean_x, self._mean_y, self._syy = (
+            torch.zeros(shape, dtype=torch.float64, device=device) for shape in small
+        )
+        self._gram, self._cross = (
+            torch.zeros(heads, features, width, dtype=dtype, device=device) for width in (features, head_dim)
+        )
         # Only the upper panels are summed; the rest is filled in when somebody reads.
         self._mirrored = True
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the large sums."""
-        return self._plain.gram.dtype
+        return self._gram.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the sums live."""
-        return self._plain.gram.device
+        return self._gram.device
 
     def update(self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> None:
         """
@@ -188,7 +102,7 @@ class WeightedMoments:
         Raises:
             CalibrationError: The shapes don't fit these moments or each other, or a weight is negative or not finite.
         """
-        heads, features, head_dim = self._plain.cross.shape
+        heads, features, head_dim = self._cross.shape
         rows = x.shape[1] if x.dim() == 3 else -1
         expected = ((heads, rows, features), (heads, rows, head_dim), (heads, rows))
         if (x.shape, y.shape, weights.shape) != expected:
@@ -202,14 +116,33 @@ class WeightedMoments:
                 "Some row weights are negative or not finite; expected numbers of at least 0: check that the model "
                 "they come from is in bfloat16 or float32, and its weights intact."
             )
-        self._mirrored = self._mirrored and rows == 0
-        for start in range(0, rows, _BLOCK_ROWS):
-            block = slice(start, start + _BLOCK_ROWS)
-            wide_x, wide_y = (each[:, block].to(device=self.device, dtype=torch.float64) for each in (x, y))
-            self._plain.update(wide_x, wide_y, torch.ones_like(weights[:, block]))
-            self._weighted.update(wide_x, wide_y, weights[:, block])
+        for head in range(heads):
+            for start in range(0, rows, BLOCK_ROWS):
+                block = slice(start, start + BLOCK_ROWS)
+                self._update_block(head, x[head, block], y[head, block], weights[head, block])
         self._squares.add_(weights.square().sum(1))
         self.count += rows
+
+    def _update_block(self, head: int, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> None:
+        # What nobody reads, such as the last token of a text, adds nothing.
+        counted = weights > 0
+        if not bool(counted.all()):
+            weights, x, y = weights[counted], x[counted.to(x.device)], y[counted.to(y.device)]
+        if len(weights) == 0:
+            return
+        mass = weights.sum()
+        share = mass / (self.mass[head] + mass)
+        scale = self.mass[head] * share
+        x, shift_x = centred(x, self._mean_x[head], scale, self.dtype, weights)
+        y, shift_y = centred(y, self._mean_y[head], scale, self.dtype, weights)
+        for start, stop in panels(x.shape[1]):
+            self._gram[head, start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
+        self._mirrored = False
+        self._cross[head].addmm_(x.T, y)
+        self._syy[head].add_(y.to(torch.float64).square_().sum(0))
+        self._mean_x[head].add_(shift_x * share)
+        self._mean_y[head].add_(shift_y * share)
+        self.mass[head] += mass
 
     def merge(self, other: WeightedMoments) -> None:
         """
@@ -221,40 +154,46 @@ class WeightedMoments:
         Raises:
             CalibrationError: The shapes differ.
         """
-        if other._plain.cross.shape != self._plain.cross.shape:
+        if other._cross.shape != self._cross.shape:
             raise CalibrationError(
-                f"Weighted moments of shape {list(other._plain.cross.shape)} can't be merged into moments of shape "
-                f"{list(self._plain.cross.shape)}: merge statistics of the same pair of models only."
+                f"Weighted moments of shape {list(other._cross.shape)} can't be merged into moments of shape "
+                f"{list(self._cross.shape)}: merge statistics of the same pair of models only."
             )
-        self._plain.merge(other._plain)
-        self._weighted.merge(other._weighted)
+        mass = other.mass.to(self.mass)
+        # Heads of which no row has a weight yet have no mean to move.
+        share = torch.where(mass > 0, mass / (self.mass + mass), 0.0)[:, None]
+        scale = self.mass[:, None] * share
+        shift_x, shift_y = other._mean_x.to(self.mass) - self._mean_x, other._mean_y.to(self.mass) - self._mean_y
+        left = (shift_x * scale).to(self.dtype)[:, :, None]
+        self._gram.add_(other._gram.to(self._gram)).baddbmm_(left, shift_x.to(left)[:, None])
+        self._cross.add_(other._cross.to(self._cross)).baddbmm_(left, shift_y.to(left)[:, None])
+        self._syy.add_(other._syy.to(self._syy)).add_(shift_y.square() * scale)
+        self._mean_x.add_(shift_x * share)
+        self._mean_y.add_(shift_y * share)
+        self.mass.add_(mass)
         self._squares.add_(other._squares.to(self._squares))
-        self._mirrored = False
+        self._mirrored = self._mirrored and other._mirrored
         self.count += other.count
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, not copied; with `count` they are the whole state."""
         self._mirror()
-        sums = {"plain": self._plain, "weighted": self._weighted}
-        named = {f"{kind}_{name}": getattr(each, name) for kind, each in sums.items() for name in _NAMES}
-        return {**named, "squares": self._squares}
+        return {name: getattr(self, name if name == "mass" else f"_{name}") for name in _NAMES}
 
     @classmethod
     def from_tensors(cls, count: int, tensors: dict[str, torch.Tensor]) -> WeightedMoments:
         """The inverse of [`~WeightedMoments.tensors`]: takes the tensors over, without copying them."""
         moments = cls.__new__(cls)
         moments.count = count
-        moments._plain, moments._weighted = (
-            _Sums(*(tensors[f"{kind}_{name}"] for name in _NAMES)) for kind in ("plain", "weighted")
-        )
-        moments._squares = tensors["squares"]
+        for name in _NAMES:
+            setattr(moments, name if name == "mass" else f"_{name}", tensors[name])
         moments._mirrored = True
         return moments
 
     def _mirror(self) -> None:
         if not self._mirrored:
-            self._plain.mirror()
-            self._weighted.mirror()
+            for start, stop in panels(self._gram.shape[1]):
+                self._gram[:, stop:, start:stop] = self._gram[:, start:stop, stop:].mT
             self._mirrored = True
 
     def largest_alpha(self, features_used: int) -> torch.Tensor:
@@ -267,49 +206,42 @@ class WeightedMoments:
         Returns:
             `torch.Tensor` of shape `[heads]`, float64: 0 for a head whose weights are all 0.
         """
-        mass = self._weighted.mass
+        mass = self.mass
         variation = torch.where(mass > 0, self.count * self._squares / mass.square() - 1, math.inf).clamp_(min=0)
         # What CV² times α² may be. Without variation any α will do.
         room = max(0.0, self.count / max(2 * features_used, 1) - 1)
         return torch.where(variation > room, (room / variation).sqrt(), 1.0)
 
-    def system(
-        self, alpha: torch.Tensor | float, columns: Sequence[slice] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def system(self, head: int, alpha: float, plain: System, columns: Sequence[slice]) -> System:
         """
-        The centred sums over rows weighted by `w = 1 + α (r / r̄ − 1)`, which sum to `n`, ready for a ridge solve.
+        The centred sums over rows weighted by `w = 1 + α (r / r̄ − 1)`, which sum to `n`, of one head.
 
         Args:
-            alpha (`torch.Tensor` of shape `[heads]` or `float`):
-                From 0, where all rows count the same, to 1, where `r` alone decides.
-            columns (`Sequence[slice]`, *optional*): Which features, in this order; all by default.
+            head (`int`): The KV head.
+            alpha (`float`): From 0, where all rows count the same, to 1, where `r` alone decides.
+            plain ([`System`]): The same sums over the same rows with `w = 1`, of these features alone.
+            columns (`Sequence[slice]`): Which features of the head, in the order of `plain`.
 
         Returns:
-            `tuple` of the Gram matrix `[heads, p, p]`, the cross product `[heads, p, head_dim]` (both in the moments'
-            dtype), the means of features `[heads, p]` and outputs `[heads, head_dim]`, and the diagonal
-            `Σ w (y − ȳ)²` `[heads, head_dim]` (float64).
+            [`System`]: `plain` itself for a head that nobody reads, which has no weights to go by.
         """
+        mass = float(self.mass[head])
+        if mass == 0 or alpha == 0:
+            return plain
         self._mirror()
-        plain, weighted = self._plain, self._weighted
-        chosen = torch.arange(plain.gram.shape[1], device=self.device)
-        if columns is not None:
-            chosen = torch.cat([chosen[part] for part in columns])
-        # A head that nobody reads has no weights to go by.
-        strength = torch.where(weighted.mass > 0, torch.as_tensor(alpha).to(plain.mass), 0.0)
+        chosen = torch.cat([torch.arange(part.start, part.stop, device=self.device) for part in columns])
         # r / r̄ as a factor of r. The two weighted means differ, which adds the product of their difference.
-        factor = torch.where(weighted.mass > 0, strength * self.count / weighted.mass, 0.0)
-        between = self.count * strength * (1 - strength)
-        gap_x, gap_y = (plain.mean_x - weighted.mean_x)[:, chosen], plain.mean_y - weighted.mean_y
-
-        def mixed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-            rest, part = (each.view(-1, *[1] * (first.dim() - 1)).to(first) for each in (1 - strength, factor))
-            return first.mul(rest).add_(second.mul(part))
-
-        left = (between[:, None] * gap_x).to(self.dtype)[:, :, None]
-        square = (slice(None), chosen[:, None], chosen)
-        gram = mixed(plain.gram[square], weighted.gram[square]).baddbmm_(left, gap_x.to(left)[:, None])
-        cross = mixed(plain.cross[:, chosen], weighted.cross[:, chosen]).baddbmm_(left, gap_y.to(left)[:, None])
-        syy = mixed(plain.syy, weighted.syy).add_(between[:, None] * gap_y.square())
-        mean_x = plain.mean_x[:, chosen].lerp(weighted.mean_x[:, chosen], strength[:, None])
-        mean_y = plain.mean_y.lerp(weighted.mean_y, strength[:, None])
-        return gram, cross, mean_x, mean_y, syy
+        rest, factor = 1 - alpha, alpha * self.count / mass
+        between = self.count * alpha * rest
+        mean_x, mean_y = self._mean_x[head, chosen], self._mean_y[head]
+        gap_x, gap_y = plain.mean_x - mean_x, plain.mean_y - mean_y
+        gram = torch.add(plain.gram * rest, self._gram[head, chosen[:, None], chosen].to(plain.gram), alpha=factor)
+        cross = torch.add(plain.cross * rest, self._cross[head, chosen].to(plain.cross), alpha=factor)
+        narrow_x, narrow_y = gap_x.to(gram), gap_y.to(cross)
+        return System(
+            gram.addr_(narrow_x, narrow_x, alpha=between),
+            cross.addr_(narrow_x, narrow_y, alpha=between),
+            plain.mean_x.lerp(mean_x, alpha),
+            plain.mean_y.lerp(mean_y, alpha),
+            (plain.syy * rest).add_(self._syy[head], alpha=factor).add_(gap_y.square(), alpha=between),
+        )
