@@ -2,6 +2,7 @@
 
 from .report import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE, TransferReport
 from .retention import measure
+from .writing import write_report
 
 
-__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TransferReport", "measure"]
+__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TransferReport", "measure", "write_report"]

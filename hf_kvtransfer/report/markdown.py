@@ -3,12 +3,13 @@
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from .retention import ANCHOR, DIFFERENT, NATIVE, NOTHING, RANDOM, RAW, SOURCE, TRANSFERRED
+from .retention import CONDITIONS, TRANSFERRED
 from .schema import LOOKUP, TASK, TEXT, Measure
 from .verdict import judge
-from .wording import SHARE, SHARES, shown, with_interval
+from .wording import CAPTIONS, SHARE, SHARES, shown, with_interval
 
 
 if TYPE_CHECKING:
@@ -16,10 +17,26 @@ if TYPE_CHECKING:
 
 
 _HEADINGS = {LOOKUP: "Look-ups: answers that stand in the context and nowhere else", TASK: "Tasks", TEXT: "Text"}
-_ORDER = (NATIVE, TRANSFERRED, ANCHOR, SOURCE, RAW, RANDOM, DIFFERENT, NOTHING)
 
 # Bins of drift that a table has room for.
 _MOST_BINS = 8
+
+# What the table of latencies shows of a row: its heading, the factor to its unit, and the form of the number.
+_LATENCY = {
+    "context": ("tokens of context", 1, ",.0f"),
+    "target_prefill": ("target's prefill, ms", 1e3, ",.1f"),
+    "conversion": ("conversion, ms", 1e3, ",.1f"),
+    "conversion_floor": ("its floor, ms", 1e3, ",.2f"),
+    "source_prefill": ("source's prefill, ms", 1e3, ",.1f"),
+    "warm_speedup": ("warm, times as fast", 1, ",.2f"),
+    "cold_speedup": ("cold, times as fast", 1, ",.2f"),
+    "target_first_token": ("first token natively, ms", 1e3, ",.1f"),
+    "converted_first_token": ("first token converted, ms", 1e3, ",.1f"),
+    "target_prefill_peak": ("peak of the prefill, MiB", 2**-20, ",.1f"),
+    "conversion_peak": ("peak of the conversion, MiB", 2**-20, ",.1f"),
+    "device": ("device", 1, ""),
+    "dtype": ("dtype", 1, ""),
+}
 
 
 def to_markdown(report: "TransferReport", figures: Sequence[str] = ()) -> str:
@@ -43,7 +60,7 @@ def to_markdown(report: "TransferReport", figures: Sequence[str] = ()) -> str:
         *_lengths(report),
         *_costs(report),
         *_limits(report),
-        *(["## Figures", *(f"![{_alt(path)}]({path})" for path in figures)] if figures else []),
+        *(["## Figures", *map(_image, figures)] if figures else []),
         *_setup(report),
     ]
     return "\n\n".join(parts) + "\n"
@@ -84,7 +101,7 @@ def _results(measures: Sequence[Measure]) -> list[str]:
 
 def _measures(measures: Sequence[Measure]) -> str:
     named = [name for one in measures for name in one["conditions"]]
-    names = [name for name in _ORDER if name in named] + sorted(set(named) - set(_ORDER))
+    names = [name for name in CONDITIONS if name in named] + sorted(set(named) - set(CONDITIONS))
     header = ["", *(f"{one['task']}, {one['metric']}{_unit(one)}" for one in measures)]
     rows = [
         [
@@ -184,11 +201,18 @@ def _costs(report: "TransferReport") -> list[str]:
         ["parameters of the mapper", f"{mapper['parameters']:,}"],
         ["conversion, share of the target's prefill in floating-point operations", f"{share}{tokens}"],
     ]
-    parts = ["## What it costs", table(["", ""], rows)]
+    parts = ["## What it costs", table(["", ""], rows, right=False)]
     if report.latency:
-        names = list(dict.fromkeys(name for row in report.latency for name in row))
-        cells = [[_value(row.get(name)) for name in names] for row in report.latency]
-        parts.append(table(names, cells))
+        latency = report.latency
+        columns = {
+            name: column for name, column in _LATENCY.items() if any(row.get(name) is not None for row in latency)
+        }
+        rows = [[_scaled(row.get(name), scale, form) for name, (_, scale, form) in columns.items()] for row in latency]
+        parts.append(table([title for title, _, _ in columns.values()], rows))
+        parts.append(
+            "Medians. *Warm*: the source's cache exists; *cold*: its prefill is counted. *Times as fast* compares a "
+            "conversion with the target's prefill. The floor is what the measured rates of this machine allow."
+        )
     return parts
 
 
@@ -221,19 +245,20 @@ def _setup(report: "TransferReport") -> list[str]:
         ("times", {"created": report.created, "seconds": report.seconds}),
     ):
         rows += [[name, key, _value(value)] for key, value in dict(section).items() if value is not None]
-    return ["## How it was measured", table(["", "", ""], rows)]
+    return ["## How it was measured", table(["", "", ""], rows, right=False)]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: bool = True) -> str:
     """
-    A Markdown table, the first column to the left and the others to the right.
+    A Markdown table, the first column to the left.
 
     Args:
         header (`Sequence[str]`): the columns' names.
         rows (`Sequence[Sequence[str]]`): as many cells each.
+        right (`bool`, *optional*, defaults to `True`): whether the others are to the right, as numbers are.
     """
     lines = [list(map(_safe, line)) for line in (header, *rows)]
-    lines.insert(1, ["---", *["---:"] * (len(header) - 1)])
+    lines.insert(1, ["---", *["---:" if right else "---"] * (len(header) - 1)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -245,8 +270,12 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def _scaled(value: Any, scale: float, form: str) -> str:
+    return format(value * scale, form) if isinstance(value, int | float) else _value(value)
+
+
 def _sorted(conditions: Any) -> list[str]:
-    return [name for name in _ORDER if name in conditions] + sorted(set(conditions) - set(_ORDER))
+    return [name for name in CONDITIONS if name in conditions] + sorted(set(conditions) - set(CONDITIONS))
 
 
 def _there(values: Sequence[float | None]) -> list[float]:
@@ -262,5 +291,6 @@ def _code(text: str) -> str:
     return "`" + " ".join(text.split()).replace("`", "'") + "`"
 
 
-def _alt(path: str) -> str:
-    return path.rsplit("/", 1)[-1].rsplit(".", 1)[0].replace("_", " ")
+def _image(path: str) -> str:
+    name = PurePosixPath(path).stem
+    return f"![{CAPTIONS.get(name, name)}]({path})"

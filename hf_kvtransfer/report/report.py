@@ -197,14 +197,14 @@ class TransferReport:
         return values
 
 
-def write_whole(folder: Path, name: str, text: str) -> Path:
+def write_whole(folder: Path, name: str, content: str | bytes) -> Path:
     """
-    Writes a text file so that it is never seen half written.
+    Writes a file so that it is never seen half written.
 
     Args:
         folder (`pathlib.Path`): made if missing.
         name (`str`): of the file in it.
-        text (`str`): its content.
+        content (`str` or `bytes`): what it holds; text in UTF-8.
 
     Raises:
         [`MapperFileError`]: if nothing can be written there.
@@ -213,8 +213,8 @@ def write_whole(folder: Path, name: str, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(beside, 0o644)  # temporary files are private to their maker
         os.replace(beside, folder / name)
     finally:

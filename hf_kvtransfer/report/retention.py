@@ -13,6 +13,9 @@ TRANSFERRED, NATIVE, SOURCE = "transferred", "target native", "source alone"
 RAW, RANDOM, ANCHOR = "source cache raw", "random mapper", "anchor alone"
 DIFFERENT, NOTHING = "different document", "no context"
 
+CONDITIONS = (NATIVE, TRANSFERRED, ANCHOR, SOURCE, RAW, RANDOM, DIFFERENT, NOTHING)
+"""In the order in which they are shown; others come after them."""
+
 Statistic = Callable[[dict[str, float]], float]
 """From the mean of each condition, by name, to a figure."""
 

@@ -155,9 +155,12 @@ def _is_ahead(measure: Measure) -> bool:
 def _numbers(measure: Measure) -> str:
     names = [name for name in (TRANSFERRED, NATIVE, SOURCE, DIFFERENT, NOTHING) if name in measure["conditions"]]
     asked = [f"{name} {shown(measure['conditions'][name]['value'], measure['unit'])}" for name in names]
-    kept = [f"{words} {with_interval(_share(measure, share))}" for share, words in SHARES.items()]
+    figures = {words: _share(measure, share) for share, words in SHARES.items()}
+    kept = [f"{words} {with_interval(one)}" for words, one in figures.items() if one is not None]
     unit = "" if measure["unit"] == SHARE else f" in {measure['unit']}"
-    return f"{titled(measure)}{unit} (n = {measure['n']}): {', '.join(asked)}; {', '.join(kept)}."
+    return (
+        f"{titled(measure)}{unit} (n = {measure['n']}): {'; '.join(', '.join(part) for part in (asked, kept) if part)}."
+    )
 
 
 def _by_length(lengths: Sequence[Length]) -> list[str]:

@@ -13,6 +13,16 @@ SHARES = {
 }
 """The shares of a measure, as they are called."""
 
+CAPTIONS = {
+    "retention": "Every measure under all conditions",
+    "kept": "What the transfer keeps",
+    "layers": "R² and attention cosine by target layer",
+    "source_layers": "Held-out R² of each target layer from each source layer alone",
+    "drift": "Drift with the distance from the hand-over and with the length of the context",
+    "latency": "Conversion against prefill by length of the context",
+}
+"""What each figure shows, by its file's name, in the order in which they are shown."""
+
 
 def shown(value: float | None, unit: str = SHARE) -> str:
     """
