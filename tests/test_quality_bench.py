@@ -43,6 +43,7 @@ def test_every_condition_and_control_is_measured(raw, figures):
         "source alone",
         "target native",
         "no context",
+        "source cache raw",
         "random mapper",
         "different document",
         *NAMES,

@@ -1,8 +1,10 @@
 """What a transfer is worth, beside the models alone and beside the controls that make a result believable."""
 
+from typing import Any
+
 from .choices import Choice, ChoiceResult, answer_choices, read_choices
 from .continuation import ContinuationScore, continuation_logits, divergence, prefill, score_continuation
-from .controls import Condition, conditions, random_mapper, transfer
+from .controls import Condition, SharedPrefill, anchor_alone, conditions, random_mapper, transfer
 from .fidelity import Fidelity, measure_fidelity
 from .intervals import Interval, bootstrap, difference, mean_interval
 from .measures import context_value_kept, gap_recovered
@@ -20,6 +22,8 @@ __all__ = [
     "PrefixResult",
     "Question",
     "QuestionResult",
+    "SharedPrefill",
+    "anchor_alone",
     "answer_choices",
     "answer_questions",
     "bootstrap",
@@ -28,6 +32,7 @@ __all__ = [
     "continuation_logits",
     "difference",
     "divergence",
+    "evaluate_mapper",
     "gap_recovered",
     "mean_interval",
     "measure_fidelity",
@@ -39,3 +44,12 @@ __all__ = [
     "score_continuation",
     "transfer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # A report is made with what is here, and an evaluation makes a report.
+    if name == "evaluate_mapper":
+        from .run import evaluate_mapper
+
+        return evaluate_mapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,8 @@ def conditions(
 ) -> list[Condition]:
     """
     The source alone, the target native, the transfer, and the controls of a believable result: the source cache used
-    raw (where the shapes allow it), a random mapper of equal size, the converted cache of a different document, and no
-    context at all.
+    raw (where the shapes of its layers allow it; each target layer gets the one at its relative depth), a random mapper
+    of equal size, the converted cache of a different document, and no context at all.
 
     Args:
         source (`PreTrainedModel`): the model that has read the context.
@@ -91,8 +91,8 @@ def conditions(
     """
     read = read_source or (lambda input_ids: prefill(source, input_ids))
 
-    def of_source(context: Tensor, other: Tensor) -> tuple[Any, float]:
-        return _timed(lambda: _without_last(read(context)))
+    def of_source(context: Tensor, other: Tensor, layers: Sequence[int] | None = None) -> tuple[Any, float]:
+        return _timed(lambda: _without_last(read(context), layers))
 
     def native(context: Tensor, other: Tensor) -> tuple[Any, float]:
         return _timed(lambda: prefill(target, context[:, :-1]))
@@ -105,8 +105,10 @@ def conditions(
         transfer("different document", source, target, mapper, convert, different=True, read_source=read),
         Condition("no context", target, lambda context, other: (None, 0.0)),
     ]
-    if have_same_shapes(mapper):
-        result.insert(3, Condition("source cache raw", target, of_source))
+    layers = raw_layers(mapper)
+    if layers is not None:
+        raw = Condition("source cache raw", target, lambda context, other: of_source(context, other, layers))
+        result.insert(3, raw)
     return result
 
 
@@ -196,20 +198,25 @@ def random_mapper(mapper: KVMapper, seed: int = 0) -> KVMapper:
     return (random if like is None else random.to(device=like.device, dtype=like.dtype)).eval()
 
 
-def have_same_shapes(mapper: KVMapper) -> bool:
-    """Whether the target can read the cache of the source: the same layers, KV heads and head_dim on both sides."""
-    sides = [
-        [(layer.kv_heads, layer.head_dim) for layer in mapper.config.geometry(side).layers]
-        for side in ("source", "target")
-    ]
-    return sides[0] == sides[1]
+def raw_layers(mapper: KVMapper) -> list[int] | None:
+    """
+    Which source layer stands for each target layer when the source's cache is used raw: the one at the same relative
+    depth, which is the same layer where both sides have as many. `None` where KV heads or head_dim don't fit.
+    """
+    source, target = (mapper.config.geometry(side).layers for side in ("source", "target"))
+    steps = max(len(target) - 1, 1)
+    chosen = [round(index * (len(source) - 1) / steps) for index in range(len(target))]
+    pairs = [(source[chosen[index]], layer) for index, layer in enumerate(target)]
+    fits = all((one.kv_heads, one.head_dim) == (other.kv_heads, other.head_dim) for one, other in pairs)
+    return chosen if fits else None
 
 
-def _without_last(cache: Any) -> DynamicCache:
-    """All tokens of a cache but the last, in a cache of their own that can grow."""
+def _without_last(cache: Any, layers: Sequence[int] | None = None) -> DynamicCache:
+    """All tokens but the last of some layers of a cache, or of all, in a cache of their own that can grow."""
     held = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        held.update(layer.keys[:, :, :-1], layer.values[:, :, :-1], index)
+    for index, layer in enumerate(range(len(cache.layers)) if layers is None else layers):
+        states = cache.layers[layer]
+        held.update(states.keys[:, :, :-1], states.values[:, :, :-1], index)
     return held
 
 

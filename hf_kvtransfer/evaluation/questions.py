@@ -148,6 +148,23 @@ def ask(conditions: Sequence[Condition], question: Question, other: str, tokeniz
     Raises:
         [`KVTransferError`]: if a document has less than two tokens, or the question or its answer none.
     """
+    context, different, asked, answer = encode(question, other, tokenizer)
+    results = {}
+    for condition in conditions:
+        cache, seconds = condition.read(context, different)
+        fed = [asked, answer] if cache is None else [context[:, -1:], asked, answer]
+        score = score_continuation(condition.model, torch.cat(fed, dim=1), cache, scored=answer.shape[1])
+        results[condition.name] = Answer(bool(score.greedy.all()), float(score.nll.sum()), seconds)
+    return results
+
+
+def encode(question: Question, other: str, tokenizer: Any) -> tuple[torch.Tensor, ...]:
+    """
+    Token ids of the document, of another, of the question and of its answer, each `[1, tokens]`.
+
+    Raises:
+        [`KVTransferError`]: if a document has less than two tokens, or the answer none.
+    """
     context, different = (
         tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in (question.document, other)
     )
@@ -158,13 +175,7 @@ def ask(conditions: Sequence[Condition], question: Question, other: str, tokeniz
             f"{different.shape[1]}, and an answer of {answer.shape[1]}; expected documents of two or more and an "
             "answer of one or more. Leave it out."
         )
-    results = {}
-    for condition in conditions:
-        cache, seconds = condition.read(context, different)
-        fed = [asked, answer] if cache is None else [context[:, -1:], asked, answer]
-        score = score_continuation(condition.model, torch.cat(fed, dim=1), cache, scored=answer.shape[1])
-        results[condition.name] = Answer(bool(score.greedy.all()), float(score.nll.sum()), seconds)
-    return results
+    return context, different, asked, answer
 
 
 def different_documents(questions: Sequence[Question]) -> list[str]:
