@@ -8,7 +8,7 @@ import numpy as np
 
 from .retention import ANCHOR, CONDITIONS, DIFFERENT, NATIVE, NOTHING, RANDOM, RAW, SOURCE, TRANSFERRED
 from .schema import Drift, FidelitySection, Length, Measure
-from .wording import SHARE, SHARES
+from .wording import SHARE, SHARES, shown
 
 
 # Okabe and Ito's colours, which are told apart with any kind of colour vision; markers and dashes say the same again.
@@ -126,7 +126,8 @@ def measure_panel(axis: Any, measure: Measure) -> None:
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
     axis.set_title("\n".join(wrap(f"{measure['task']} (n = {measure['n']:,})", 36)), fontsize=9)
     axis.set_xlim(lowest - (0 if is_share else room), highest + room)
-    axis.set_xlabel(measure["metric"] if is_share else f"{measure['metric']}, {measure['unit']}")
+    label = measure["metric"] if is_share else f"{measure['metric']}, {measure['unit']}"
+    axis.set_xlabel("\n".join(wrap(label, 32)))
     if is_share:
         axis.xaxis.set_major_formatter(_percent)
     else:
@@ -150,9 +151,12 @@ def kept_panel(axis: Any, measures: Sequence[Measure]) -> bool:
             figure = dict(measure)[share]
             if not isinstance(figure, dict) or figure["value"] is None or figure["low"] is None:
                 continue
-            # What lies outside is shown at the edge.
             value, low, high = np.clip(_numbers([figure["value"], figure["low"], figure["high"]]), _LEFT, _RIGHT)
             at = place + 0.27 - 0.18 * number
+            if value != figure["value"]:
+                # What lies outside is shown at the edge, with its number.
+                side = "right" if value == _RIGHT else "left"
+                axis.annotate(f"   {shown(figure['value'])}   ", (value, at), ha=side, va="center", fontsize=7)
             axis.plot([low, high], [at, at], color=colour, linewidth=1.2)
             (points,) = axis.plot(value, at, color=colour, marker=marker, markersize=5, linestyle="none", clip_on=False)
             handles[words] = points
@@ -287,4 +291,4 @@ def _numbers(column: Iterable[Any]) -> np.ndarray:
 
 
 def _percent(value: float, _: Any) -> str:
-    return f"{100 * value:.0f} %"
+    return f"{100 * value:.0f} %".replace("-", "−")

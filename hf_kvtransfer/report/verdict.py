@@ -79,7 +79,8 @@ def judge(measures: Sequence[Measure], lengths: Sequence[Length] = (), *, has_an
     for kind in (LOOKUP, TASK, TEXT):
         of_kind = [one for one in telling if one["kind"] == kind] or [one for one in measures if one["kind"] == kind]
         if of_kind:
-            sentences.append(_numbers(min(of_kind, key=_least)))
+            weakest = min(of_kind, key=lambda one: (_least(one), _gap(one) is None))
+            sentences.append(_numbers(weakest))
     return Verdict(_level(telling), [*sentences, *_by_length(lengths), *_reservations(measures, telling, has_anchor)])
 
 
@@ -158,9 +159,7 @@ def _numbers(measure: Measure) -> str:
     figures = {words: _share(measure, share) for share, words in SHARES.items()}
     kept = [f"{words} {with_interval(one)}" for words, one in figures.items() if one is not None]
     unit = "" if measure["unit"] == SHARE else f" in {measure['unit']}"
-    return (
-        f"{titled(measure)}{unit} (n = {measure['n']}): {'; '.join(', '.join(part) for part in (asked, kept) if part)}."
-    )
+    return f"{titled(measure)}{unit} with n = {measure['n']:,}: {'; '.join(', '.join(part) for part in (asked, kept) if part)}."
 
 
 def _by_length(lengths: Sequence[Length]) -> list[str]:
@@ -197,7 +196,11 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
         "On {} a random mapper does as well: the maps are not shown to matter.": no_better_than(RANDOM),
     }
     found = [(sentence, [titled(one) for one in telling if holds(one)]) for sentence, holds in said.items()]
-    result = [sentence.format(listed(names)) for sentence, names in found if names]
+    result = [
+        sentence.format("everything measured" if 1 < len(names) == len(telling) else listed(names))
+        for sentence, names in found
+        if names
+    ]
     if has_anchor and ANCHOR not in controls:
         result.append("The anchor alone was not measured: nobody knows what the source's cache adds to it.")
     if not any(one["kind"] == LOOKUP for one in telling):

@@ -34,28 +34,29 @@ def shown(value: float | None, unit: str = SHARE) -> str:
     """
     if value is None:
         return "–"
-    return f"{100 * value:.1f} %" if unit == SHARE else f"{value:.3f}"
+    text = f"{100 * value:.1f}" if unit == SHARE else f"{value:.3f}"
+    # No minus before a zero that was rounded.
+    text = text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
+    return f"{text} %" if unit == SHARE else text
 
 
 def with_interval(figure: Figure | None, unit: str = SHARE) -> str:
     """
-    A figure and its interval as text.
+    A figure and its interval as text; a dash if it has none, since nothing is shown then.
 
     Args:
         figure (`dict`, *optional*): a [`Figure`].
         unit (`str`, *optional*, defaults to `"share"`): of the measure.
     """
-    if figure is None or figure["value"] is None:
+    if figure is None or None in figure.values():
         return "–"
-    if figure["low"] is None or figure["high"] is None:
-        return f"{shown(figure['value'], unit)} [–]"
-    low, high = shown(figure["low"], unit).removesuffix(" %"), shown(figure["high"], unit).removesuffix(" %")
+    low, high = (shown(end, unit).removesuffix(" %") for end in (figure["low"], figure["high"]))
     return f"{shown(figure['value'], unit)} [{low}, {high}]"
 
 
 def titled(measure: Measure) -> str:
-    """What a measure is called in a sentence or a column, without its unit."""
-    return f"{measure['task']}, {measure['metric']}"
+    """What a measure is called in a sentence."""
+    return f"{measure['task']} ({measure['metric']})"
 
 
 def listed(names: list[str]) -> str:
