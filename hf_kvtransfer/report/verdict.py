@@ -159,7 +159,8 @@ def _numbers(measure: Measure) -> str:
     figures = {words: _share(measure, share) for share, words in SHARES.items()}
     kept = [f"{words} {with_interval(one)}" for words, one in figures.items() if one is not None]
     unit = "" if measure["unit"] == SHARE else f" in {measure['unit']}"
-    return f"{titled(measure)}{unit} with n = {measure['n']:,}: {'; '.join(', '.join(part) for part in (asked, kept) if part)}."
+    parts = "; ".join(", ".join(part) for part in (asked, kept) if part)
+    return f"{titled(measure)}{unit} with n = {measure['n']:,}: {parts}."
 
 
 def _by_length(lengths: Sequence[Length]) -> list[str]:
