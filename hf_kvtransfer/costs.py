@@ -5,7 +5,7 @@ rotary code, softmax) isn't counted, nor are the embedding and the LM head, whic
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -41,6 +41,8 @@ class LayerCost:
         attention (`int`): operations per token and token that it attends to, in both products of attention.
         window (`int`, *optional*): how many tokens a token attends to at most, itself included.
         is_chunked (`bool`, *optional*, defaults to `False`): whether attention starts anew every `window` tokens.
+        outputs (`int`, *optional*, defaults to 0): numbers that the layer's matrices put out per token.
+        weights (`int`, *optional*, defaults to 0): numbers in its matrices, all experts included.
     """
 
     matrices: int
@@ -48,6 +50,8 @@ class LayerCost:
     attention: int
     window: int | None = None
     is_chunked: bool = False
+    outputs: int = 0
+    weights: int = 0
 
     def flops(self, start: int, stop: int) -> int:
         """Operations of reading tokens `start` to `stop` on top of all those before."""
@@ -138,13 +142,16 @@ def layer_costs(config: PreTrainedConfig) -> tuple[LayerCost, ...]:
     costs = []
     for index, (module, layer) in enumerate(zip(decoder_of(skeleton(config)).layers, geometry.layers, strict=True)):
         queries = geometry.query_heads(index)
+        matrices = list(_matrices(module, section))
         costs.append(
             LayerCost(
-                matrices=2 * active_weights(module, section),
+                matrices=2 * sum(active for _, active in matrices),
                 projection=2 * geometry.hidden_size * (queries + 2 * layer.kv_heads) * layer.head_dim,
                 attention=4 * queries * layer.head_dim,
                 window=layer.sliding_window,
                 is_chunked=layer.layer_type == "chunked_attention",
+                outputs=sum(active // weight.shape[-1] for weight, active in matrices),
+                weights=sum(weight.numel() for weight, _ in matrices),
             )
         )
     return tuple(costs)
@@ -161,7 +168,11 @@ def active_weights(layer: nn.Module, section: PreTrainedConfig) -> int:
     Raises:
         [`UnsupportedModelError`]: if there are experts and the config doesn't say.
     """
-    total = 0
+    return sum(active for _, active in _matrices(layer, section))
+
+
+def _matrices(layer: nn.Module, section: PreTrainedConfig) -> Iterator[tuple[nn.Parameter, int]]:
+    """Each matrix of a layer, and how many of its weights one token is multiplied with."""
     for name, parameter in layer.named_parameters():
         owner = type(layer.get_submodule(name.rpartition(".")[0])).__name__
         if parameter.dim() < 2 or name.endswith("bias") or "norm" in owner.lower():
@@ -169,8 +180,7 @@ def active_weights(layer: nn.Module, section: PreTrainedConfig) -> int:
         in_list = re.match(r"(.*\bexperts)\.\d+\.", name)
         experts: Any = layer.get_submodule(in_list[1]) if in_list else parameter if parameter.dim() > 2 else None
         active = parameter.numel()
-        total += active if experts is None else active * _active_experts(section) // len(experts)
-    return total
+        yield parameter, active if experts is None else active * _active_experts(section) // len(experts)
 
 
 def prefill_flops(config: PreTrainedConfig, tokens: int) -> int:
