@@ -29,11 +29,20 @@ class _AdaptsOnFirstUse:
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """
         Appends converted entries of shape `[batch, kv_heads, tokens, head_dim]` without binding the layer to a target.
+        An empty layer takes them over as they are.
         """
+        if not self.is_initialized:
+            self._take(keys, values)
+            return
         if self.keys is not None and self.keys.dim() == 4:
             keys = keys.to(self.keys.device, self.keys.dtype)
             values = values.to(self.keys.device, self.keys.dtype)
         super().update(keys, values)  # type: ignore[misc]
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        """What `update` does for an empty layer, which would copy everything."""
+        self.lazy_initialization(keys, values)  # type: ignore[attr-defined]
+        self.keys, self.values = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Adapts the converted entries to the target's tensors if this is their first use, then appends."""
@@ -125,6 +134,13 @@ class TransferredSlidingWindowLayer(_AdaptsOnFirstUse, DynamicSlidingWindowLayer
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
         self._start()
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        super()._take(keys, values)
+        self.cumulative_length += keys.shape[2]
+        if keys.shape[2] >= self.sliding_window and not getattr(self, "record_past", False):
+            # Copied, so that the tokens before the window are let go.
+            self.keys, self.values = (states[:, :, 1 - self.sliding_window :].clone() for states in (keys, values))
 
 
 class TransferredCache(DynamicCache):

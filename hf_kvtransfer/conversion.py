@@ -9,11 +9,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .blocks import run_block, stream_features
+from .contents import chunk_length, chunks
+from .entries import Entries, EntryStorage
 from .errors import ConversionError
 from .native import NativeRun, run_native
+from .placement import layer_devices
 from .positions import Positions
 from .rope import RotaryCodec
-from .source import SourceCache, read_source_cache
+from .source import SourceCache, all_finite, check_finite, read_source_cache
+from .turning import Turner
 
 
 if TYPE_CHECKING:
@@ -23,9 +27,6 @@ if TYPE_CHECKING:
 # Mean distance of first-layer keys from those of the same id, relative to their size: 0.005 in bfloat16, 0.2 or more
 # for another text.
 _OTHER_TEXT = 0.1
-
-Entries = list[tuple[Tensor, Tensor]]
-"""Keys and values per layer, each `[batch, kv_heads, tokens, head_dim]`, rotated as the target caches them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def convert_entries(
     held: DynamicCache,
     side: TargetSide | None,
     validate: bool,
+    target: nn.Module | None = None,
+    chunk: int | None = None,
 ) -> Entries:
     """
     The target's entries of the tokens from `start` to `stop`.
@@ -122,24 +125,32 @@ def convert_entries(
         held (`DynamicCache`): what the target has already.
         side ([`TargetSide`], *optional*): what the target does itself.
         validate (`bool`): whether to look for NaN and infinities.
+        target (`PreTrainedModel`, *optional*): on whose devices the entries belong.
+        chunk (`int`, *optional*): how many tokens are mapped at once; by default as [`chunk_length`] says.
     """
-    if side is None:
-        return _mapped(mapper, source, positions, start, stop, None, validate)
-    parts: list[Entries] = []
-    native = _NativeReader(side, positions, _held_entries(held, start), start, validate)
-    prefix = side.exact_prefix + (0 if positions.mask is None else _left_padding(positions.mask))
-    begin = min(max(prefix, start), stop) if side.exact_prefix else start
-    if begin > start:
-        parts.append(native.read(parts, start, begin))
-    end = max(stop - side.exact_suffix, begin)
+    geometry = mapper.config.geometry("target")
+    model, dtype = (target, source.keys[0].dtype) if side is None else (side.model, _dtype_of(side.model, source))
+    places = layer_devices(model, len(geometry.layers))
+    storage = EntryStorage(geometry, source.batch_size, start, stop, dtype, places)
+    begin, end, hidden, native = start, stop, None, range(0)
+    reader = None if side is None else _NativeReader(side, positions, _held_entries(held, start), storage, validate)
+    if side is not None and reader is not None:
+        prefix = side.exact_prefix + (0 if positions.mask is None else _left_padding(positions.mask))
+        begin = min(max(prefix, start), stop) if side.exact_prefix else start
+        end = max(stop - side.exact_suffix, begin)
+        if begin > start:
+            reader.read(start, begin)
+        if end > begin:
+            hidden = reader.anchor(mapper, source, begin, end)
+            native = mapper.config.native_layers(len(mapper.config.support))
     if end > begin:
-        own, hidden = native.anchor(mapper, source, parts, begin, end)
-        mapped = _mapped(mapper, source, positions, begin, end, hidden, validate)
-        first = mapper.config.anchor_start
-        parts.append([*mapped[:first], *own, *mapped[first:]])
-    if stop > end:
-        parts.append(native.read(parts, end, stop))
-    return _joined(parts)
+        _map(mapper, source, positions, storage, begin, end, hidden, chunk)
+        mapped = [index for index in range(len(geometry.layers)) if index not in native]
+        if validate:
+            _check_mapped(mapper, source, positions, mapped, storage.filled(mapped, begin, end))
+    if reader is not None and stop > end:
+        reader.read(end, stop)
+    return storage.filled(range(len(geometry.layers)), start, stop)
 
 
 def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, input_ids: Tensor) -> Tensor:
@@ -159,10 +170,15 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
     counted = torch.arange(source.num_tokens, device=input_ids.device)[None]
     prefix = mapper.config.exact_prefix
     side = TargetSide(target, input_ids, prefix, 0)
-    native = _NativeReader(side, Positions(counted, counted, None), None, 0, validate=True)
-    parts = [native.read([], 0, prefix)] if prefix else []
+    geometry = mapper.config.geometry("target")
+    storage = EntryStorage(
+        geometry, source.batch_size, 0, source.num_tokens, _dtype_of(target, source), [None] * len(geometry.layers)
+    )
+    reader = _NativeReader(side, Positions(counted, counted, None), None, storage, validate=True)
+    if prefix:
+        reader.read(0, prefix)
     with torch.autocast(input_ids.device.type, enabled=False):
-        _, hidden = native.anchor(mapper, source, parts, prefix, source.num_tokens)
+        hidden = reader.anchor(mapper, source, prefix, source.num_tokens)
     if hidden is None:
         raise ConversionError(
             "This mapper's anchor puts nothing out that a map could read; expected one that ends below the target's "
@@ -175,32 +191,36 @@ class _NativeReader:
     """Runs the target over ranges of the context, on top of what there is."""
 
     def __init__(
-        self, side: TargetSide, positions: Positions, held: Entries | None, start: int, validate: bool
+        self,
+        side: TargetSide,
+        positions: Positions,
+        held: Entries | None,
+        storage: EntryStorage,
+        validate: bool,
     ) -> None:
-        self._side, self._positions, self._held, self._start = side, positions, held, start
+        self._side, self._positions, self._held, self._storage = side, positions, held, storage
         self._validate = validate
 
-    def read(self, parts: Sequence[Entries], start: int, stop: int) -> Entries:
+    def read(self, start: int, stop: int) -> None:
         """All layers."""
-        run = run_native(self._side.model, *self._ids(start, stop), **self._given(parts, start, stop))
-        return self._entries(run, start, stop)
+        run = run_native(self._side.model, *self._ids(start, stop), **self._given(start, stop))
+        self._put(run, range(len(run.keys)), start, stop)
 
-    def anchor(
-        self, mapper: "KVMapper", source: SourceCache, parts: Sequence[Entries], start: int, stop: int
-    ) -> tuple[Entries, Tensor | None]:
-        """The entries of the layers that the mapper leaves to the target, and the features of what they put out."""
+    def anchor(self, mapper: "KVMapper", source: SourceCache, start: int, stop: int) -> Tensor | None:
+        """The layers that the mapper leaves to the target. Returns the features of what they put out."""
         config, model = mapper.config, self._side.model
         if config.anchor_layers is None:
-            return [], None
+            return None
         layers = config.native_layers(len(config.support))
-        given = self._given(parts, start, stop, layers)
+        given = self._given(start, stop, layers)
         if config.anchor_start:
             entry = mapper.predicted_stream(source, self._positions, start, stop)
             mask = self._positions.mask
             if mask is not None:
                 # What padding holds would reach real tokens, as zero times NaN.
                 entry = entry.where(mask[:, start:stop, None].to(entry.device) != 0, 0)
-            if self._validate and not bool(torch.isfinite(entry).all()):
+            if self._validate and not all_finite([entry]) and not bool(torch.isfinite(entry).all()):
+                check_finite(source, mask)
                 raise ConversionError(
                     f"The residual stream that is predicted for target layer {config.anchor_start} has NaN or infinite "
                     "numbers, from a finite source cache; expected finite ones. The mapper's weights are damaged: load "
@@ -216,14 +236,16 @@ class _NativeReader:
             )
         else:
             run = run_native(model, *self._ids(start, stop), layers=config.anchor_layers, **given)
-        return self._entries(run, start, stop), None if run.hidden is None else stream_features(run.hidden)
+        self._put(run, layers, start, stop)
+        return None if run.hidden is None else stream_features(run.hidden)
 
-    def _entries(self, run: NativeRun, start: int, stop: int) -> Entries:
+    def _put(self, run: NativeRun, layers: range, start: int, stop: int) -> None:
         made = list(zip(run.keys, run.values, strict=True))
         if self._validate:
             mask = None if self._positions.mask is None else self._positions.mask[:, start:stop, None] != 0
             states = [state.transpose(1, 2).flatten(2) for entry in made for state in entry]
-            for state in [*states, *([] if run.hidden is None else [run.hidden])]:
+            states += [] if run.hidden is None else [run.hidden]
+            for state in [] if all_finite(states) else states:
                 finite = torch.isfinite(state)
                 if not bool((finite if mask is None else finite | ~mask.to(state.device)).all()):
                     raise ConversionError(
@@ -231,16 +253,20 @@ class _NativeReader:
                         "The target itself overflows (common in float16), or its weights are damaged: run it in "
                         "bfloat16 or float32, or load it again."
                     )
-        return made
+        self._storage.put(layers, start, made)
 
     def _ids(self, start: int, stop: int) -> tuple[Tensor]:
         return (self._side.input_ids[:, start:stop],)
 
-    def _given(self, parts: Sequence[Entries], start: int, stop: int, layers: range | None = None) -> dict[str, Any]:
-        before = [self._held, *parts] if self._held is not None else parts
-        past = _joined([entries if layers is None else [entries[i] for i in layers] for entries in before])
+    def _given(self, start: int, stop: int, layers: range | None = None) -> dict[str, Any]:
+        chosen = range(self._storage.depth) if layers is None else layers
+        past: Entries = []
+        if start > self._storage.start:
+            past = self._storage.filled(chosen, self._storage.start, start)
+        if self._held is not None:
+            past = _joined([self._held[i] for i in chosen], past)
         lengths = {keys.shape[2] for keys, _ in past}
-        if before and lengths != {start}:
+        if past and lengths != {start}:
             raise ConversionError(
                 f"`into` holds the last {min(lengths)} of {start} tokens in a sliding-window layer, and the target has "
                 "to read on from all of them; expected a cache that has kept every token. Convert the whole context "
@@ -253,39 +279,54 @@ class _NativeReader:
         }
 
 
-def _mapped(
+def _map(
     mapper: "KVMapper",
     source: SourceCache,
     positions: Positions,
+    storage: EntryStorage,
     start: int,
     stop: int,
     hidden: Tensor | None,
-    validate: bool,
-) -> Entries:
-    """The entries that maps make: content from [`KVMapper.contents`], rotated, zero where there is padding."""
-    codec, here = mapper.codec("target"), positions.narrow(start, stop - start)
-    tables: dict[torch.device, Any] = {}
-    dtype = source.keys[0].dtype
-    entries: Entries = []
-    for index, keys, values in mapper.contents(source, positions, hidden, start, stop):
-        if keys.device not in tables:
-            # Once per device: the target may be spread over several.
-            tables[keys.device] = codec.tables(here.target, keys.device)
-        keys = codec.apply(keys, tables[keys.device], index)
-        if here.mask is not None:
-            # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
-            real = here.mask.to(keys.device)[:, None, :, None] != 0
-            keys, values = keys.where(real, 0), values.where(real, 0)
-        computed = keys.dtype
-        keys, values = keys.to(dtype), values.to(dtype)
-        if validate and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+    chunk: int | None,
+) -> None:
+    """Writes the entries that maps make: content from [`KVMapper.contents`], rotated, zero where there is padding."""
+    length = chunk or stop - start
+    if chunk is None and not torch.is_grad_enabled():
+        supports, geometry = mapper.config.supports(), mapper.config.geometry("source")
+        length = chunk_length(supports, geometry, source.batch_size, source.keys[0].device)
+    for begin, end in chunks(start, stop, length):
+        here = positions.narrow(begin, end - begin)
+        turner = Turner(mapper.codec("target"), here.target, off=False)
+        read = None if hidden is None else hidden[:, begin - start : end - start]
+        for index, keys, values in mapper.contents(source, positions, read, begin, end):
+            rooms = storage.room(index, begin, end, keys.device)
+            turner.write(keys, index, rooms[0])
+            rooms[1].copy_(values)
+            if here.mask is not None:
+                # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
+                padding = here.mask[:, None, :, None] == 0
+                for room in rooms:
+                    room.masked_fill_(padding.to(room.device), 0)
+
+
+def _check_mapped(
+    mapper: "KVMapper", source: SourceCache, positions: Positions, layers: Sequence[int], entries: Entries
+) -> None:
+    """
+    Refuses what isn't finite. Of a source cache that isn't, affine maps make nothing else, so that their sums tell it
+    all at once, and it is only looked at if they do.
+    """
+    if all_finite([state for entry in entries for state in entry]):
+        return
+    check_finite(source, positions.mask)
+    for index, entry in zip(layers, entries, strict=True):
+        if not all(bool(torch.isfinite(state).all()) for state in entry):
+            computed = next(mapper.layers[index].parameters()).dtype
             raise ConversionError(
-                f"Target layer {index} comes out with NaN or infinite numbers ({dtype}, mapper in {computed}) "
+                f"Target layer {index} comes out with NaN or infinite numbers ({entry[0].dtype}, mapper in {computed}) "
                 "from a finite source cache; expected finite ones. If one of the two is float16, use bfloat16 or "
                 "float32, which don't overflow; otherwise the mapper's weights are damaged: load them again."
             )
-        entries.append((keys, values))
-    return entries
 
 
 def check_token_ids(source: SourceCache, positions: Positions, codec: RotaryCodec, input_ids: Tensor) -> None:
@@ -334,16 +375,18 @@ def _left_padding(mask: Tensor) -> int:
     return int((mask.cumsum(-1) == 0).sum(-1).max())
 
 
-def _joined(parts: Sequence[Entries]) -> Entries:
-    """The same layers' entries of consecutive ranges of tokens, in the dtype and on the device of the last range."""
-    if len(parts) <= 1:
-        return parts[0] if parts else []
+def _dtype_of(target: nn.Module, source: SourceCache) -> torch.dtype:
+    """Of a target's cache: what it computes in."""
+    dtype = getattr(target, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else source.keys[0].dtype
+
+
+def _joined(held: Entries, new: Entries) -> Entries:
+    """What the target holds, and what was made after it, if anything."""
+    if not new:
+        return held
     joined: Entries = []
-    for pieces in zip(*parts, strict=True):
-        like = pieces[-1]
-        keys, values = (
-            torch.cat([piece[kind].to(like[kind].device, like[kind].dtype) for piece in pieces], dim=2)
-            for kind in (0, 1)
-        )
+    for before, after in zip(held, new, strict=True):
+        keys, values = (torch.cat([one.to(other), other], dim=2) for one, other in zip(before, after, strict=True))
         joined.append((keys, values))
     return joined

@@ -9,20 +9,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .appending import all_or_nothing, check_positions_meet, extend_cache, length_of
-from .blocks import stream_from
 from .cache import TransferredCache
 from .config import KVMapperConfig
+from .contents import layer_contents, predicted_stream
 from .conversion import check_token_ids, convert_entries, target_side
 from .errors import ConversionError, PairMismatchError
-from .features import LayerSupport, stream_width
+from .features import stream_width
 from .geometry import ModelGeometry, tokenizer_fingerprint
 from .maps import MAPS, LinearMap
 from .pairing import check_model, check_tokenizer, pair_manifest
 from .positions import Positions, resolve_positions
-from .reading import ContentReader, with_first
 from .rope import RotaryCodec
 from .saving import load_checked, save_atomically
-from .source import SourceCache, check_finite, read_source_cache
+from .source import SourceCache, all_finite, check_finite, read_source_cache
 
 
 # Of `save_pretrained`, what concerns the repository on the Hub and not the files.
@@ -220,6 +219,7 @@ class KVMapper(PreTrainedModel):
         input_ids: Tensor | None = None,
         exact_prefix: int | None = None,
         exact_suffix: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> Any:
         """
         Converts a source cache into a cache of the target model.
@@ -245,7 +245,8 @@ class KVMapper(PreTrainedModel):
             target (`PreTrainedModel`, *optional*): if given, checked against the mapper's manifest.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): if given, checked against the mapper's manifest.
             validate (`bool`, *optional*, defaults to `True`):
-                Whether to look for NaN and infinities in the source cache, which costs one pass over it.
+                Whether to look for NaN and infinities in what is read and made of the source cache, which costs one
+                pass over the result and, on an accelerator, the only time that the host waits for it.
             input_ids (`torch.Tensor` of shape `[batch, ≥ tokens]`, *optional*):
                 The token ids of the context. Together with `target` needed where the target reads a part of it itself:
                 by a mapper with `anchor_layers`, and for the two arguments below.
@@ -255,6 +256,10 @@ class KVMapper(PreTrainedModel):
             exact_suffix (`int`, *optional*):
                 How many of the last tokens the target reads itself, on top of the converted ones. Likewise. They stay
                 so in a cache that is later given as `into`.
+            chunk_tokens (`int`, *optional*):
+                How many tokens are mapped at once, which bounds the memory that is needed beside the two caches. By
+                default so many that it stays small ([`~hf_kvtransfer.contents.chunk_length`]); all at once while
+                gradients are recorded.
 
         Returns:
             [`TransferredCache`]: holding `tokens − hold_back` tokens; or `into` itself.
@@ -270,6 +275,11 @@ class KVMapper(PreTrainedModel):
                 f"`hold_back` is {hold_back!r}; expected a whole number of tokens, 0 or more. The default of 1 leaves "
                 "the last token to the target."
             )
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+            raise ConversionError(
+                f"`chunk_tokens` is {chunk_tokens!r}; expected a whole number of tokens, 1 or more, or `None` for as "
+                "many as fit well."
+            )
         if not len(self.layers):
             raise ConversionError(
                 "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
@@ -279,8 +289,6 @@ class KVMapper(PreTrainedModel):
         read = read_source_cache(source_cache, self.config.geometry("source"))
         side = target_side(self, read, target, input_ids, exact_prefix, exact_suffix)
         positions = resolve_positions(read, self.codec("source"), attention_mask, position_ids, target_position_ids)
-        if validate:
-            check_finite(read, positions.mask)
 
         geometry = self.config.geometry("target")
         result, start = TransferredCache.for_geometry(geometry) if into is None else into, 0
@@ -298,9 +306,16 @@ class KVMapper(PreTrainedModel):
             all_or_nothing(result),
         ):
             if stop > start:
-                entries = convert_entries(self, read, positions, start, stop, result, side, validate)
+                new = read.narrow(start, read.num_tokens - start)
+                # Affine maps pass on whatever isn't finite, and are asked about their output.
+                if validate and self.config.map_type != "linear" and not all_finite([*new.keys, *new.values]):
+                    check_finite(read, positions.mask)
+                entries = convert_entries(
+                    self, read, positions, start, stop, result, side, validate, target, chunk_tokens
+                )
                 if validate and side is not None:
-                    check_token_ids(read, positions, self.codec("source"), side.input_ids)
+                    here = positions.narrow(start, read.num_tokens - start)
+                    check_token_ids(new, here, self.codec("source"), side.input_ids[:, start:])
                 for index, (keys, values) in enumerate(entries):
                     extend_cache(result, index, keys, values)
         if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):
@@ -331,23 +346,7 @@ class KVMapper(PreTrainedModel):
             `tuple[int, torch.Tensor, torch.Tensor]`: a target layer and its keys and values, each `[batch, kv_heads,
             stop − start, head_dim]`, in the maps' dtype and on their device.
         """
-        stop = source.num_tokens if stop is None else stop
-        supports, geometry = self.config.supports(), self.config.geometry("target")
-        reader = ContentReader(self.codec("source"), source, positions, supports, start, stop)
-        for index, (layer, support) in enumerate(zip(geometry.layers, supports, strict=True)):
-            if support is None:
-                continue
-            maps: Any = self.layers[index]
-            shape = (source.batch_size, stop - start, layer.kv_heads, layer.head_dim)
-            content = []
-            for kind, part in (("keys", maps.keys), ("values", maps.values)):
-                like = part.weight_like
-                features = reader.features(support, kind, layer, hidden, like.device, like.dtype)
-                made = part(features).view(shape).transpose(1, 2)
-                constant = maps.first_token(kind)
-                content.append(made if constant is None else with_first(made, constant, positions, start))
-            yield index, content[0], content[1]
-            reader.forget(index)
+        return layer_contents(self, source, positions, hidden, start, stop)
 
     def predicted_stream(self, source: SourceCache, positions: Positions, start: int, stop: int) -> Tensor:
         """
@@ -365,16 +364,7 @@ class KVMapper(PreTrainedModel):
         Raises:
             [`ConversionError`]: if this mapper predicts none.
         """
-        support, form = self.config.entry_support(), self.entry
-        if support is None or form is None:
-            raise ConversionError(
-                "This mapper predicts no residual stream; expected one with `anchor_start` above 0. Use `convert`."
-            )
-        supports: LayerSupport = {"keys": support}
-        reader = ContentReader(self.codec("source"), source, positions, [supports], start, stop)
-        like, layer = form.weight_like, self.config.geometry("target").layers[0]
-        features = reader.features(supports, "keys", layer, None, like.device, like.dtype)
-        return stream_from(form(features).view(source.batch_size, stop - start, -1))
+        return predicted_stream(self, source, positions, start, stop)
 
     def _ask_for_multimodal_positions(self, position_ids: Tensor | None) -> None:
         sides = [side for side in ("source", "target") if self.config.geometry(side).multimodal_positions]

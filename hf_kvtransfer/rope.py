@@ -7,7 +7,7 @@ keys. With `n = cos² + sin²` (the square of YaRN's attention scaling, 1 elsewh
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,6 +270,30 @@ class RotaryCodec:
         if rotation is None:
             return content
         return _rotate(content, *tables.rotation(rotation.layer_type, content.dtype), rotation)
+
+    def kind(self, layer: int) -> Hashable:
+        """Equal for layers that rotate in the same way; `None` for layers that don't rotate."""
+        return self._rotations[layer]
+
+    def partners(self, layer: int, head_dim: int) -> Tensor:
+        """
+        Which dimension each dimension is turned with: itself where it is passed through.
+
+        Args:
+            layer (`int`): index of a decoder layer that rotates.
+            head_dim (`int`): width of its heads.
+
+        Returns:
+            `torch.Tensor` of shape `[head_dim]`, on the CPU.
+        """
+        rotation: Any = self._rotations[layer]
+        here = torch.zeros(1, 1, dtype=torch.long)
+        tables = self._tables(here, torch.device("cpu"), [rotation.layer_type])
+        cos, sin = tables.rotations[rotation.layer_type]
+        # A quarter turn puts each dimension in the place of its partner.
+        numbers = torch.arange(1, head_dim + 1, dtype=torch.float32).view(1, 1, 1, head_dim)
+        turned = _rotate(numbers, torch.zeros_like(cos), torch.ones_like(sin), rotation)
+        return turned.abs().round().long().flatten() - 1
 
     def _fit(self, rotate: Callable[..., Any], layer_type: str | None, head_dim: int, layer: int) -> _LayerRotation:
         """Finds how many dimensions a layer's function takes, and proves on numbers that it can be undone."""

@@ -1,6 +1,7 @@
 """`MapForm`, what all functional forms share, and the product that they are made of."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,19 @@ class MapForm(nn.Module, ABC):
     def forward(self, features: Tensor) -> Tensor:
         """`features` of shape `[groups, rows, in_features]`, of any dtype, to `[rows, heads · head_dim]`."""
 
+    def from_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
+        """
+        What `forward` makes of features that come in several pieces.
+
+        Args:
+            pieces (`Sequence[torch.Tensor]`): each `[groups, rows, some of in_features]`, in their order.
+
+        Returns:
+            `torch.Tensor` of shape `[heads, rows, head_dim]`, not contiguous.
+        """
+        made: Tensor = self(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1))
+        return made.unflatten(-1, (self.heads, self.head_dim)).transpose(0, 1)
+
     @property
     def linear_shape(self) -> tuple[int, ...]:
         """Of the weight of an affine map of this shape, as [`affine`] reads it."""
@@ -89,6 +103,13 @@ class MapForm(nn.Module, ABC):
             f"in_features={self.in_features}, heads={self.heads}, head_dim={self.head_dim}"
             f"{f', groups={self.groups}' if self.groups > 1 else ''}"
         )
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: hooks, a compiled or replaced forward, other weights."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    plain = all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    return bool(hooks) or module._compiled_call_impl is not None or "forward" in module.__dict__ or not plain
 
 
 def affine(features: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:

@@ -1,10 +1,15 @@
 """`LinearMap`, the affine map of the published closed forms."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization
 
-from .base import MapForm, affine
+from .base import MapForm, affine, is_wrapped
+
+
+_EXACT_SUMS = (torch.float32, torch.float64)
 
 
 class LinearMap(MapForm):
@@ -37,6 +42,24 @@ class LinearMap(MapForm):
         """Zeroes the map: until it is fitted, it predicts nothing."""
         initialization.zeros_(self.weight)
         initialization.zeros_(self.bias)
+
+    def from_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
+        """
+        As in [`MapForm`]. Without gradients and in full precision each piece is multiplied where it lies, and added to
+        what the pieces before it gave: features are never put together. Lower precisions would round each sum.
+        """
+        if torch.is_grad_enabled() or self.weight.dtype not in _EXACT_SUMS or is_wrapped(self):
+            return super().from_pieces(pieces)
+        first, *others = zip(pieces, self.weight.split([piece.shape[-1] for piece in pieces], dim=-1), strict=True)
+        if self.weight.dim() == 3:
+            made = torch.baddbmm(self.bias.view(self.heads, 1, -1), first[0], first[1].transpose(1, 2))
+            for piece, weight in others:
+                made.baddbmm_(piece, weight.transpose(1, 2))
+            return made
+        made = torch.addmm(self.bias, first[0][0], first[1].t())
+        for piece, weight in others:
+            made.addmm_(piece[0], weight.t())
+        return made.unflatten(-1, (self.heads, self.head_dim)).transpose(0, 1)
 
     def forward(self, features: Tensor) -> Tensor:
         return affine(features, self.weight, self.bias, self.heads)
