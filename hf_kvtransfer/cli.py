@@ -10,6 +10,7 @@ from ._version import __version__
 from .cli_bench import bench
 from .cli_card import card
 from .cli_check import check
+from .cli_evaluate import evaluate
 from .cli_fit import fit, train
 from .cli_options import (
     Device,
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(card)
 app.command()(check)
+app.command()(evaluate)
 app.command()(fit)
 app.command()(push)
 # Its arguments are those of transformers' own parser, which also shows them.

@@ -85,6 +85,23 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
         ) from error
 
 
+def first_of_each_kind(questions: Iterable[Question], count: int | None = None) -> list[Question]:
+    """
+    The first questions of each kind, in their order.
+
+    Args:
+        questions (`Iterable[Question]`): of any kinds.
+        count (`int`, *optional*): how many of each; all by default.
+    """
+    taken: dict[str, int] = {}
+    chosen = []
+    for question in questions:
+        taken[question.kind] = taken.get(question.kind, 0) + 1
+        if count is None or taken[question.kind] <= count:
+            chosen.append(question)
+    return chosen
+
+
 def answer_questions(
     conditions: Sequence[Condition], questions: Iterable[Question], tokenizer: Any, progress: bool = True
 ) -> dict[str, QuestionResult]:
