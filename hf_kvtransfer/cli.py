@@ -24,6 +24,7 @@ from .cli_options import (
     typed_errors,
 )
 from .cli_push import push
+from .harness.command import lm_eval
 
 
 app = typer.Typer(
@@ -40,8 +41,10 @@ app.command()(check)
 app.command()(evaluate)
 app.command()(fit)
 app.command()(push)
-# Its arguments are those of transformers' own parser, which also shows them.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(train)
+# Their arguments are those of other libraries' own parsers, which also show them.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("lm-eval", context_settings=_PASSED_ON)(lm_eval)
+app.command(context_settings=_PASSED_ON)(train)
 
 
 def _version(asked: bool) -> None:

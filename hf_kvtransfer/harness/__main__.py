@@ -1,0 +1,4 @@
+from .command import main
+
+
+main()
