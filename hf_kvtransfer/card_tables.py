@@ -1,23 +1,14 @@
 """What the tables of a model card say, from a mapper's configuration and its report."""
 
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .config import KVMapperConfig
 from .errors import KVTransferError
-from .report.wording import SHARE, SHARES, shown
+from .report.wording import SHARE, shown, with_interval
 from .tables import percent
-
-
-_TITLES = {
-    "look-up": "Look-ups, whose answers stand in the context and nowhere else",
-    "text": "Running text",
-    "task": "Tasks",
-}
 
 
 def fit_facts(config: KVMapperConfig, described: dict[str, Any] | None = None) -> list[tuple[str, str]]:
@@ -120,74 +111,27 @@ def native_in_words(config: KVMapperConfig) -> str:
     return " and ".join(parts)
 
 
-def measure_groups(measures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def likeness(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
     """
-    One table of conditions by measures for look-ups, one for text, one for other tasks.
+    How near converted entries are to native ones, as rows of a table.
 
     Args:
-        measures (`Sequence[dict]`): of a report, or of the summary that a configuration holds.
-
-    Returns:
-        `list[dict]`: `title`, `header` and `rows` of each table that isn't empty.
+        fidelity (`dict`): the report's section, or `kl` and `agreement` alone, as a configuration holds them.
     """
-    groups = []
-    for kind, title in _TITLES.items():
-        of_kind = [measure for measure in measures if measure["kind"] == kind]
-        names = list(dict.fromkeys(name for measure in of_kind for name in conditions_of(measure)))
-        if not names:
-            continue
-        header = ["condition", *(_titled(measure) for measure in of_kind)]
-        rows = [
-            [
-                f"**{name}**" if name == "transferred" else name,
-                *(figure(conditions_of(measure).get(name), measure["unit"]) for measure in of_kind),
-            ]
-            for name in names
-        ]
-        if any(measure.get("chance") is not None for measure in of_kind):
-            chances = (measure.get("chance") for measure in of_kind)
-            rows.append(["by chance", *("–" if chance is None else percent(chance) for chance in chances)])
-        groups.append({"title": title, "header": header, "rows": rows})
-    return groups
-
-
-def conditions_of(measure: dict[str, Any]) -> dict[str, Any]:
-    """The conditions of a measure by name; a summary holds only three, and without intervals."""
-    if "conditions" in measure:
-        return dict(measure["conditions"])
-    names = {"source alone": "source_alone", "target native": "native", "transferred": "transferred"}
-    return {name: {"value": measure.get(key)} for name, key in names.items()}
-
-
-def shares_kept(measures: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Per measure what is kept of the gap, of the context's value, of its content, and above chance."""
-    rows = [[_titled(one), *(figure(one.get(name)) for name in SHARES)] for one in measures]
-    return [row for row in rows if set(row[1:]) != {"–"}]
-
-
-def likeness(fidelity: dict[str, Any] | None, summary: dict[str, Any] | None = None) -> list[tuple[str, str]]:
-    """
-    How near converted entries are to native ones.
-
-    Args:
-        fidelity (`dict`, *optional*): the report's section.
-        summary (`dict`, *optional*): without it, the summary that a configuration holds.
-    """
-    found: dict[str, Any] = {}
-    if fidelity:
-        found = {
-            "R² of keys, mean over layers and heads": mean_of(fidelity["r2"]["keys"]),
-            "R² of values, likewise": mean_of(fidelity["r2"]["values"]),
-            "cosine of attention outputs, likewise": mean_of(fidelity["cosine"]),
-        }
-    rows = [(name, f"{value:.3f}") for name, value in found.items() if value is not None]
-    other = fidelity or summary or {}
-    kl, agreement = (
-        one if isinstance(one, dict) else {"value": one} for one in (other.get("kl"), other.get("agreement"))
-    )
-    rows.append(("KL of next-token distributions, native to transferred, nats per token", figure(kl, "")))
-    rows.append(("same most likely next token", figure(agreement)))
+    r2 = fidelity.get("r2") or {}
+    means = {
+        "R² of keys, mean over layers and heads": mean_of(r2.get("keys")),
+        "R² of values, likewise": mean_of(r2.get("values")),
+        "cosine of attention outputs, likewise": mean_of(fidelity.get("cosine")),
+    }
+    rows = [(name, shown(value, "")) for name, value in means.items()]
+    rows.append(("KL of next-token distributions, native to transferred, nats per token", _figure(fidelity, "kl", "")))
+    rows.append(("same most likely next token", _figure(fidelity, "agreement", SHARE)))
     return [row for row in rows if row[1] != "–"]
+
+
+def _figure(fidelity: dict[str, Any], name: str, unit: str) -> str:
+    return with_interval(fidelity.get(name), unit)
 
 
 def mean_of(nested: Any) -> float | None:
@@ -200,28 +144,8 @@ def _numbers(nested: Any) -> Iterator[float]:
     if isinstance(nested, list | tuple):
         for one in nested:
             yield from _numbers(one)
-    elif is_number(nested):
+    elif nested is not None:
         yield float(nested)
-
-
-def figure(value: dict[str, Any] | None, unit: str = SHARE) -> str:
-    """A figure, with its interval where it has one; a dash where it is undefined."""
-    numbers = [(value or {}).get(name) for name in ("value", "low", "high")]
-    if not is_number(numbers[0]):
-        return "–"
-    # What rounds to zero from below is zero.
-    texts = [re.sub(r"^-(?=[0.]+( %)?$)", "", shown(one, unit)).replace("-", "−") for one in numbers if is_number(one)]
-    return f"{texts[0]} [{texts[1].removesuffix(' %')}, {texts[2].removesuffix(' %')}]" if len(texts) == 3 else texts[0]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _titled(measure: dict[str, Any]) -> str:
-    unit = "" if measure["unit"] == SHARE else f", {measure['unit']}"
-    return f"{measure['task']}: {measure['metric']}{unit} (n = {measure['n']:,})"
 
 
 def _sequences(calibration: dict[str, Any]) -> str | None:

@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .card_tables import (
-    conditions_of,
-    fit_facts,
-    is_number,
-    likeness,
-    mean_of,
-    measure_groups,
-    native_in_words,
-    shares_kept,
-)
+from .card_tables import fit_facts, likeness, mean_of, native_in_words
 from .config import KVMapperConfig
 from .errors import MapperFileError
 from .evidence import EVALUATION, evaluation_of, read_config, record_evidence, report_in
-from .report.wording import SHARES
+from .report.markdown import results_tables
+from .report.schema import Measure, checked
+from .report.verdict import judge
+from .report.wording import CAPTIONS, SHARES
 
 
 if TYPE_CHECKING:
@@ -189,7 +183,7 @@ def _rendered(
     )
     environment.filters |= {"cell": lambda text: _prose(text).replace("|", "\\|"), "prose": _prose}
     summary = config.scores.get(EVALUATION) or {}
-    measures = values.get("measures") or summary.get("measures") or []
+    measures = _measures(config, values)
     tasks = list(dict.fromkeys(f"{one['task']} (n = {one['n']:,})" for one in measures))
     return environment.get_template("card.md.jinja").render(
         title=f"{sides['source']['short']} → {sides['target']['short']}: KV cache transfer",
@@ -201,12 +195,10 @@ def _rendered(
         multimodal=any(side["auto"] != "AutoModelForCausalLM" for side in sides.values()),
         native=native_in_words(config),
         facts=fit_facts(config, values.get("mapper")),
-        verdict=_verdict(report.verdict() if report is not None else summary.get("verdict")),
-        groups=measure_groups(measures),
-        kept=shares_kept(measures),
-        shares=list(SHARES.values()),
-        likeness=likeness(values.get("fidelity"), summary),
-        figures=[{"path": path, "words": Path(path).stem.replace("_", " ").replace("-", " ")} for path in figures],
+        **_verdict(report, summary),
+        tables=results_tables(measures),
+        likeness=likeness(values.get("fidelity") or summary),
+        figures=[{"path": path, "words": CAPTIONS.get(Path(path).stem, Path(path).stem)} for path in figures],
         has_report=report is not None,
         measured=", ".join(tasks) or "nothing yet",
         fingerprint=config.tokenizer_fingerprint,
@@ -215,10 +207,12 @@ def _rendered(
     )
 
 
-def _verdict(text: Any) -> str:
-    """The verdict, its first sentence in bold."""
-    first, stop, rest = str(text or "").partition(". ")
-    return f"**{first}{stop.strip()}** {rest}" if first else ""
+def _verdict(report: "TransferReport | None", summary: dict[str, Any]) -> dict[str, Any]:
+    """The verdict's first sentence, and those with the figures it rests on, which a summary's tables show as well."""
+    if report is None:
+        return {"headline": str(summary.get("verdict") or "").partition(". ")[0], "sentences": []}
+    verdict = judge(report.measures, report.lengths, has_anchor=report.mapper["anchor_layers"] is not None)
+    return {"headline": verdict.headline, "sentences": verdict.sentences}
 
 
 def _prose(text: Any) -> str:
@@ -333,7 +327,7 @@ def _metadata(
     others = [one for one in results if one.task_name != TASK_NAME]
     models = [side["name"] for side in sides.values() if side["on_hub"]]
     dataset = str(config.calibration.get("dataset") or "").split(" (")[0]
-    metrics = list(dict.fromkeys(str(one["metric"]) for one in values.get("measures") or ()))
+    metrics = list(dict.fromkeys(one["metric"] for one in _measures(config, values)))
     ours = {
         "base_model": models or None,
         "base_model_relation": "adapter" if models else None,
@@ -359,11 +353,10 @@ def eval_results(config: KVMapperConfig, values: dict[str, Any]) -> "list[EvalRe
         config ([`KVMapperConfig`]): of the mapper, whose summary is taken without a report.
         values (`dict`): the report as JSON values; empty without one.
     """
-    summary = config.scores.get(EVALUATION) or {}
     found = []
-    for one in values.get("measures") or summary.get("measures") or ():
-        task, metric = str(one["task"]), str(one["metric"])
-        figures = {metric: conditions_of(one).get("transferred")}
+    for one in _measures(config, values):
+        task, metric = one["task"], one["metric"]
+        figures = {metric: one["conditions"].get("transferred")}
         figures |= {f"{metric}: {words}": one.get(key) for key, words in SHARES.items()}
         found += [_result(task, words, figure, one["n"]) for words, figure in figures.items()]
     fidelity = values.get("fidelity") or {}
@@ -380,11 +373,22 @@ def eval_results(config: KVMapperConfig, values: dict[str, Any]) -> "list[EvalRe
     return [one for one in found if one is not None]
 
 
+def _measures(config: KVMapperConfig, values: dict[str, Any]) -> list[Any]:
+    """The measures of the report; without one, those of the summary that the configuration holds."""
+    if values:
+        return list(values["measures"])
+    summary = config.scores.get(EVALUATION) or {}
+    measures = [
+        {name: value for name, value in one.items() if name != "retention"} for one in summary.get("measures", [])
+    ]
+    return [checked(one, Measure, f"scores.{EVALUATION}.measures[{index}]") for index, one in enumerate(measures)]
+
+
 def _result(task: str, words: str, figure: dict[str, Any] | None, n: int) -> "EvalResult | None":
     from huggingface_hub import EvalResult
 
     value, *ends = [(figure or {}).get(end) for end in ("value", "low", "high")]
-    if value is None or not is_number(value):
+    if value is None:
         return None
     interval = [round(float(end), 6) for end in ends if end is not None]
     return EvalResult(

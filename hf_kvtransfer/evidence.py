@@ -10,7 +10,6 @@ from transformers.utils import logging
 
 from .digests import CONFIG_FILE, weights_digest
 from .errors import EvidenceError, MapperFileError
-from .tables import percent
 
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ EVALUATION = "evaluation"
 
 # Of a report's description of the mapper, what its configuration says too: a report of another recipe is no evidence.
 _SHARED = ("preset", "map_type", "k", "anchor_layers", "anchor_start", "exact_prefix", "exact_suffix", "calibration")
-_FIGURES = ("gap_recovered", "context_value_kept", "content_kept", "normalised_retention")
+_ENDS = ("value", "low", "high")
 
 
 def summary_of(report: "TransferReport") -> dict[str, Any]:
@@ -35,35 +34,26 @@ def summary_of(report: "TransferReport") -> dict[str, Any]:
         report ([`TransferReport`]): of the mapper.
 
     Returns:
-        `dict`: plain JSON values. `report`, the digest of the whole report; `verdict`, in words; `kl` (nats per token)
-        and `agreement` (a share) of next-token distributions with the native ones, or `None`; and `measures`, one
-        dictionary each of `task`, `metric`, `kind`, `unit`, `n`, the values of `native`, `source_alone` and
-        `transferred`, their `retention` (transferred / native, where higher is better), and with intervals
-        `gap_recovered`, `context_value_kept`, `content_kept` and `normalised_retention`.
+        `dict`: plain JSON values. `report`, the digest of the whole report; `verdict`, in words; `kl` and `agreement`
+        of next-token distributions with the native ones, with intervals, or `None`; and `measures`, those of the
+        report without differences, and with `retention`: transferred / native, where higher is better, else `None`.
     """
     values = report.to_dict()
     fidelity = values["fidelity"] or {}
     return {
         "report": report.digest(),
         "verdict": report.verdict(),
-        "kl": (fidelity.get("kl") or {}).get("value"),
-        "agreement": (fidelity.get("agreement") or {}).get("value"),
+        "kl": fidelity.get("kl"),
+        "agreement": fidelity.get("agreement"),
         "measures": [_summary(measure) for measure in values["measures"]],
     }
 
 
 def _summary(measure: dict[str, Any]) -> dict[str, Any]:
-    values = {name: figure["value"] for name, figure in measure["conditions"].items()}
-    native, transferred = values.get("target native"), values.get("transferred")
+    values = [(measure["conditions"].get(name) or {}).get("value") for name in ("target native", "transferred")]
+    native, transferred = values
     retention = transferred / native if transferred is not None and native and measure["higher_is_better"] else None
-    return {
-        **{name: measure[name] for name in ("task", "metric", "kind", "unit", "n")},
-        "native": native,
-        "source_alone": values.get("source alone"),
-        "transferred": transferred,
-        "retention": retention,
-        **{name: measure[name] for name in _FIGURES},
-    }
+    return {**{name: value for name, value in measure.items() if name != "differences"}, "retention": retention}
 
 
 def record_evidence(folder: str | os.PathLike[str], report: "TransferReport") -> dict[str, Any]:
@@ -216,25 +206,26 @@ def check_evidence(config: dict[str, Any] | None, path: Any, minimum: Any = None
         )
     if minimum is None:
         return
+    wanted = _percent(minimum)
     if missing:
         raise EvidenceError(
-            f"The mapper {path} {missing}; expected one that was shown to recover at least {percent(minimum)} of the "
-            "gap. Measure it with `hf-kvtransfer evaluate`, or load it without `min_gap_recovered`."
+            f"The mapper {path} {missing}; expected one that was shown to recover at least {wanted} of the gap between "
+            "the source alone and the native target. Measure it with `hf-kvtransfer evaluate`, or load it without "
+            "`min_gap_recovered`."
         )
     if not measures:
         raise EvidenceError(
-            f"The evaluation of the mapper {path} has no gap recovered: on everything it measured the source alone is "
-            f"no worse than the native target; expected a gap of which {percent(minimum)} could be recovered. Use the "
-            "source, measure where the target is better, or load the mapper without `min_gap_recovered`."
+            f"The evaluation of the mapper {path} has no gap recovered: on everything it measured the native target "
+            f"isn't shown to be better than the source alone; expected a gap of which {wanted} could be recovered. Use "
+            "the source, measure where the target is better, or load the mapper without `min_gap_recovered`."
         )
     worst = min(measures, key=lambda one: float(one["gap_recovered"]["value"]))
-    gap = worst["gap_recovered"]
-    if gap["value"] < minimum:
-        interval = f" [{_percent(gap.get('low'))}, {_percent(gap.get('high'))}]"
+    value, low, high = (worst["gap_recovered"][end] for end in _ENDS)
+    if value < minimum:
         raise EvidenceError(
-            f"The mapper {path} recovers {_percent(gap['value'])}{interval} of the gap between the source alone and "
-            f"the native target on {worst.get('task')} ({worst.get('metric')}, n = {worst.get('n')}); expected at "
-            f"least {percent(minimum)}. Fit one with anchor layers or more calibration, or ask for less."
+            f"The mapper {path} recovers {_percent(value)} [{_percent(low)}, {_percent(high)}] of the gap between the "
+            f"source alone and the native target on {worst.get('task')} ({worst.get('metric')}, n = {worst.get('n')}); "
+            f"expected at least {wanted}. Fit one with anchor layers or more calibration, or ask for less."
         )
 
 
@@ -248,8 +239,9 @@ def _evidence(config: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     digests = config.get("digests")
     if digests and evaluation.get("weights", weights_digest(digests)) != weights_digest(digests):
         return "carries an evaluation of other weights than its own", []
+    # Where a gap has no interval, the target wasn't shown to be better than the source.
     gaps = [one for one in measures if isinstance(one, dict) and isinstance(one.get("gap_recovered"), dict)]
-    return "", [one for one in gaps if _is_number(one["gap_recovered"].get("value"))]
+    return "", [one for one in gaps if all(_is_number(one["gap_recovered"].get(end)) for end in _ENDS)]
 
 
 def _check_minimum(minimum: Any) -> None:
@@ -264,5 +256,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _percent(value: Any) -> str:
-    return percent(value) if _is_number(value) else "–"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -14,6 +14,7 @@ from hf_kvtransfer._compat import TRANSFORMERS_VERSION
 from hf_kvtransfer.cards import TASK_NAME, model_card, write_card
 from hf_kvtransfer.cli import app
 from hf_kvtransfer.evidence import EVALUATION, summary_of
+from hf_kvtransfer.report.verdict import judge
 
 from .architectures import build
 from .conftest import FAMILY
@@ -100,7 +101,7 @@ def saved(folder, tmp_path):
     report.save(tmp_path / "report")
     (tmp_path / "report" / "report.md").write_text("# Report\n")
     (tmp_path / "report" / "figures").mkdir()
-    (tmp_path / "report" / "figures" / "r2_per_layer.png").write_bytes(b"png")
+    (tmp_path / "report" / "figures" / "layers.png").write_bytes(b"png")
     return tmp_path / "mapper", tmp_path / "report"
 
 
@@ -134,14 +135,17 @@ class TestWhatItSays:
 
     def test_every_figure_of_the_report_is_in_the_table_with_its_interval(self, on_hub, report):
         results = block(model_card(on_hub, report), "results")
-        assert report.verdict() in results.replace("*", "")
-        for words in ("| **transferred** | 90.0 % [85.0, 95.0] |", "| different document | 0.0 % [−5.0, 5.0] |"):
-            assert words in results
-        assert "| **transferred** | 3.250 [3.200, 3.300] |" in results
-        assert (
-            "| stories: accuracy (n = 40) | 87.5 % [82.5, 92.5] | 90.0 % [85.0, 95.0] | – | 89.0 % [84.0, 94.0] |"
-            in results
-        )
+        verdict = judge(report.measures)
+        assert f"**{verdict.headline}**" in results
+        assert all(f"- {sentence}" in results for sentence in verdict.sentences)
+        for words in (
+            "| **transferred** | 90.0 % [85.0, 95.0] |",
+            "| different document | 0.0 % [−5.0, 5.0] |",
+            "| **transferred** | 3.250 [3.200, 3.300] |",
+            "| *gap recovered* | 87.5 % [82.5, 92.5] |",
+            "| *gap recovered* | 94.0 % [89.0, 99.0] |",
+        ):
+            assert words in results, words
         assert "0.012 [0.010, 0.014]" in results
         for name in report.measures[0]["conditions"]:
             assert name in results
@@ -166,8 +170,8 @@ class TestWhatItSays:
         config = KVMapperConfig.from_dict(on_hub.to_dict())
         config.scores = {EVALUATION: summary_of(report)}
         card = model_card(config)
-        assert report.verdict() in block(card, "results").replace("*", "")
-        assert "| **transferred** | 90.0 % |" in block(card, "results")
+        assert judge(report.measures).headline.rstrip(".") in block(card, "results")
+        assert "| **transferred** | 90.0 % [85.0, 95.0] |" in block(card, "results")
         assert "accuracy: gap recovered" in [one.metric_name for one in card.data.eval_results]
 
     def test_a_checkpoint_in_a_folder_is_no_base_model(self, folder):
@@ -223,9 +227,9 @@ class TestValidity:
         assert ModelCardData(**values).to_dict() == values
 
     def test_nothing_is_missing_from_the_template(self, on_hub, report):
-        card = str(model_card(on_hub, report, figures=["figures/r2_per_layer.png"]))
+        card = str(model_card(on_hub, report, figures=["figures/layers.png"]))
         assert [name for name in BLOCKS if block(card, name) is None] == []
-        assert "![r2 per layer](figures/r2_per_layer.png)" in card
+        assert "![R² and attention cosine by target layer](figures/layers.png)" in card
         assert "None" not in card.replace("None of", "")
         assert "\n\n\n\n" not in card
 
@@ -239,7 +243,7 @@ class TestWhatPeopleWrote:
         assert "## Results\n\nWe like them." in second
         assert "## Known limits" in second
         assert "Everybody has measured" not in second
-        assert report.verdict() in second.replace("**", "")
+        assert judge(report.measures).headline in second
         assert second == str(model_card(on_hub, report, existing=second))
 
     def test_a_block_that_was_taken_out_stays_out(self, on_hub, report):
@@ -308,11 +312,11 @@ class TestFolders:
         result = CliRunner().invoke(app, ["card", str(folder), "--report", str(report), "--repo-id", "org/mapper"])
         assert result.exit_code == 0, result.output
         assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()) == [
-            "README.md", "config.json", "figures/r2_per_layer.png", "model.safetensors", "report.json", "report.md",
+            "README.md", "config.json", "figures/layers.png", "model.safetensors", "report.json", "report.md",
         ]  # fmt: skip
         card = ModelCard.load(folder / "README.md")
         assert 'KVMapper.from_pretrained("org/mapper")' in card.text
-        assert "![r2 per layer](figures/r2_per_layer.png)" in card.text
+        assert "![R² and attention cosine by target layer](figures/layers.png)" in card.text
         assert card.data.model_name == "mapper"
         KVMapper.from_pretrained(folder, min_gap_recovered=0.9)
 
@@ -325,10 +329,10 @@ class TestFolders:
     def test_what_an_earlier_report_left_is_not_shown_beside_the_new_one(self, saved):
         folder, report = saved
         write_card(folder, report)
-        (report / "figures" / "r2_per_layer.png").rename(report / "figures" / "drift.png")
+        (report / "figures" / "layers.png").rename(report / "figures" / "drift.png")
         text = write_card(folder, report).read_text()
         assert "drift.png" in text
-        assert "r2_per_layer.png" not in text
+        assert "layers.png" not in text
 
     def test_a_mapper_that_was_changed_since_has_no_evidence(self, saved):
         folder, report = saved

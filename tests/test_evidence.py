@@ -22,7 +22,7 @@ def figure(value, width=0.05):
 
 def measured(task="questions", native=1.0, alone=0.2, transferred=0.9, nothing=0.0, gap=0.875, **changes):
     """One measure as a report holds it; `gap=None` where the source is no worse."""
-    return {
+    values = {
         "task": task,
         "metric": "accuracy",
         "kind": "look-up",
@@ -41,8 +41,8 @@ def measured(task="questions", native=1.0, alone=0.2, transferred=0.9, nothing=0
         "context_value_kept": figure(0.9),
         "content_kept": None,
         "normalised_retention": figure(0.89),
-        **changes,
     }
+    return values | changes
 
 
 def report_of(config, *measures, source="a", target="b", **changes):
@@ -137,7 +137,12 @@ class TestWithEvidence:
         )
         with pytest.raises(EvidenceError) as refusal:
             KVMapper.from_pretrained(folder, min_gap_recovered=0.8)
-        for words in ("recovers 41 % [36 %, 46 %]", "on look-ups (accuracy, n = 40)", "at least 80 %", str(folder)):
+        for words in (
+            "recovers 41.0 % [36.0 %, 46.0 %]",
+            "on look-ups (accuracy, n = 40)",
+            "at least 80.0 %",
+            str(folder),
+        ):
             assert words in str(refusal.value)
 
     def test_where_there_is_no_gap_there_is_nothing_to_recover(self, mapper, folder):
@@ -148,6 +153,11 @@ class TestWithEvidence:
 
     def test_a_measure_without_a_gap_doesnt_count_against_the_others(self, mapper, folder):
         record_evidence(folder, report_of(mapper.config, measured(alone=1.0, gap=None), measured(gap=0.9)))
+        KVMapper.from_pretrained(folder, min_gap_recovered=0.9)
+
+    def test_a_gap_without_an_interval_is_none(self, mapper, folder):
+        nothing = {"value": -3.0, "low": None, "high": None}
+        record_evidence(folder, report_of(mapper.config, measured(gap_recovered=nothing), measured(gap=0.9)))
         KVMapper.from_pretrained(folder, min_gap_recovered=0.9)
 
     @pytest.mark.parametrize("minimum", [True, "0.8", math.nan, math.inf, 80, [0.8]])
@@ -190,7 +200,7 @@ class TestRecording:
         assert summary["report"] == report.digest()
         assert summary["verdict"] == report.verdict()
         first, second = summary["measures"]
-        assert first["transferred"] == 0.9
+        assert first["conditions"]["transferred"] == figure(0.9)
         assert first["retention"] == pytest.approx(0.9)
         assert first["gap_recovered"] == figure(0.875)
         assert second["retention"] is None
@@ -209,7 +219,7 @@ class TestRecording:
     def test_a_second_report_takes_the_place_of_the_first(self, mapper, folder):
         for gap in (0.9, 0.3):
             record_evidence(folder, report_of(mapper.config, measured(gap=gap)))
-        with pytest.raises(EvidenceError, match="recovers 30 %"):
+        with pytest.raises(EvidenceError, match="recovers 30.0 %"):
             KVMapper.from_pretrained(folder, min_gap_recovered=0.5)
 
     def test_a_report_of_another_mapper_is_refused(self, mapper, folder):
