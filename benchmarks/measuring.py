@@ -147,6 +147,11 @@ def _made(
     mapper = copy.copy(made[way.of][1])
     mapper.config = copy.deepcopy(mapper.config)
     mapper.config.update(way.recipe)
+    if "first_token" in way.recipe:
+        # Without these parameters, and the others shared.
+        weights = mapper.state_dict()
+        mapper = KVMapper(mapper.config).eval()
+        mapper.load_state_dict({name: weights[name] for name in mapper.state_dict()}, assign=True)
     return mapper
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 K_GRID = (1, 2, 4, 8, 16)
-LAMBDA_GRID = (0.01, 1.0, 100.0)
+LAMBDA_GRID = (0.01, 100.0)
 # A cheaper map is taken when it is worse by less than this share of its error: below it lies the noise of the sample.
 _TIE = 0.005
 # Multiplications of greedy forward selection for one map; beyond it, it is done only where it is asked for.
