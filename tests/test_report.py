@@ -151,3 +151,166 @@ def sample(**changes):
         "created": "2026-01-01T00:00:00Z",
     }
     return TransferReport(**{**sections, **changes})
+
+
+def test_a_report_survives_a_file_exactly(tmp_path):
+    report = sample()
+    assert TransferReport.from_dict(report.to_dict()) == report
+    report.save(tmp_path)
+    assert TransferReport.load(tmp_path) == report
+    assert TransferReport.load(tmp_path / REPORT_FILE).to_dict() == report.to_dict()
+
+
+def test_what_is_not_finite_is_null_in_the_file(tmp_path):
+    report = sample(seconds=math.inf)
+    text = report.save(tmp_path).read_text(encoding="utf-8")
+
+    def refuse(name):
+        raise ValueError(name)
+
+    values = json.loads(text, parse_constant=refuse)
+    assert values["seconds"] is None
+    assert values["fidelity"]["cosine"][2] == [0.96, 0.95, None, 0.97]
+
+
+def test_sections_may_be_tensors_arrays_tuples_and_intervals():
+    values = ((0.5, 0.25), (0.125, 1.0))
+    made = [sample(layers_r2={"keys": kind(values), "values": kind(values)}) for kind in (list, np.array, torch.tensor)]
+    assert made[0] == made[1] == made[2]
+    assert sample().fidelity["kl"] == {"value": 0.0023, "low": 0.002, "high": 0.0026}
+
+
+def test_fields_that_may_be_null_may_be_missing():
+    assert sample(pair={"source": "a", "target": "b"}).pair["target_revision"] is None
+    kept = {name: value for name, value in sample().to_dict().items() if name in ("schema_version", "pair", "mapper")}
+    report = TransferReport.from_dict(kept)
+    assert report.measures == []
+    assert report.drift is None
+    assert "Not measured" in report.verdict()
+
+
+def changed(values, path, new):
+    """A deep copy with one field replaced, or taken out if `new` is this function."""
+    values = json.loads(json.dumps(values))
+    place = values
+    for step in path[:-1]:
+        place = place[step]
+    if new is changed:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = new
+    return values
+
+
+WRONG = [
+    (("schema_version",), 2, "schema_version"),
+    (("schema_version",), True, "schema_version"),
+    (("schema_version",), changed, "schema_version"),
+    (("pair",), changed, "pair"),
+    (("pair",), [], "pair"),
+    (("pair", "source"), 3, "pair.source"),
+    (("pair", "extra"), 3, "pair.extra"),
+    (("extra",), 3, "extra"),
+    (("mapper", "k"), 2.5, "mapper.k"),
+    (("mapper", "k"), True, "mapper.k"),
+    (("mapper", "anchor_start"), None, "mapper.anchor_start"),
+    (("versions", "torch"), 2, "versions.torch"),
+    (("fidelity", "r2", "keys", 1), 0.5, "fidelity.r2.keys[1]"),
+    (("fidelity", "r2", "keys", 1, 0), "high", "fidelity.r2.keys[1][0]"),
+    (("fidelity", "kl", "low"), [], "fidelity.kl.low"),
+    (("measures", 1, "kind"), "texts", "measures[1].kind"),
+    (("measures", 1, "kind"), [], "measures[1].kind"),
+    (("measures", 0, "n"), 0, "measures[0].n"),
+    (("measures", 0, "higher_is_better"), 1, "measures[0].higher_is_better"),
+    (("measures", 0, "conditions", "transferred"), 0.5, "measures[0].conditions.transferred"),
+    (("measures", 0, "conditions"), changed, "measures[0].conditions"),
+    (("measures", 0, "gap_recovered", "value"), "1", "measures[0].gap_recovered.value"),
+    (("drift", "tokens_per_bin"), 0, "drift.tokens_per_bin"),
+    (("drift", "nll", "transferred"), {}, "drift.nll.transferred"),
+    (("lengths", 2, "context"), "64", "lengths[2].context"),
+    (("latency", 0, "context"), None, "latency[0].context"),
+    (("seconds",), "12", "seconds"),
+    (("created",), 12, "created"),
+]
+
+
+@pytest.mark.parametrize(("path", "new", "where"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
+def test_a_wrong_field_is_refused_by_name(path, new, where, tmp_path):
+    values = changed(sample().to_dict(), path, new)
+    with pytest.raises(MapperFileError, match=where.replace("[", r"\[").replace(".", r"\.")):
+        TransferReport.from_dict(values)
+    (tmp_path / REPORT_FILE).write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(MapperFileError):
+        TransferReport.load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {3}}, [b"bytes"]])
+def test_what_json_cannot_hold_is_refused_before_it_is_saved(value, tmp_path):
+    report = sample()
+    report.settings["odd"] = value
+    with pytest.raises(MapperFileError, match=r"settings\.odd"):
+        report.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_no_report_is_refused(content, tmp_path):
+    if content is not None:
+        (tmp_path / REPORT_FILE).write_bytes(content)
+    with pytest.raises(MapperFileError, match=r"report"):
+        TransferReport.load(tmp_path)
+
+
+def test_an_interrupted_save_leaves_the_old_report_and_nothing_else(tmp_path, monkeypatch):
+    sample().save(tmp_path)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        sample(seconds=99.0).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [REPORT_FILE]
+    assert TransferReport.load(tmp_path) == sample()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(MapperFileError, match="Nothing can be saved"):
+        sample().save(tmp_path / "file")
+
+
+def test_two_reports_of_the_same_inputs_differ_in_times_alone(tmp_path):
+    later = {"seconds": 99.0, "created": "2027-02-02T00:00:00Z", "latency": None}
+    first, second = sample(), sample(**later)
+    assert set(later) == set(TIMES)
+    assert first != second
+    assert first.without_times() == second.without_times()
+    assert first.digest() == second.digest()
+    assert sample(settings={"seed": 1}).digest() != first.digest()
+    for name, report in (("first", first), ("again", sample())):
+        write_report(report, tmp_path / name, figures=False)
+    for file in (tmp_path / "first").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_a_report_is_not_changed_by_what_is_done_to_its_copy():
+    report = sample()
+    report.to_dict()["measures"].clear()
+    assert len(report.measures) == 3
+
+
+def fields(kind, where=""):
+    """Every field of a section, as a path."""
+    for name, of in typing.get_type_hints(kind).items():
+        yield f"{where}{name}"
+        inside = [one for one in typing.get_args(of) or (of,) if typing.is_typeddict(one)]
+        if inside and inside[0] is not schema.Figure:
+            yield from fields(inside[0], f"{where}{name}.")
+
+
+@pytest.mark.parametrize("field", list(fields(TransferReport)))
+def test_every_field_is_documented(field):
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    described = [line for line in page.split("## The JSON")[1].splitlines() if line.startswith("| ")]
+    assert any(f"`{field}`" in line for line in described), field

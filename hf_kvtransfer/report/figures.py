@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import KVTransferError
 from .panels import drift_panel, kept_panel, latency_panel, layers_panel, length_panel, measure_panel, r2_panel
 from .report import FIGURES_FOLDER, write_whole
+from .wording import SHARES
 
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # Inches; at 150 dots each, a README shows them at about two thirds of their size.
 _WIDTH = 9.0
 _COLUMNS = 3
+# Names of tasks are no formulas.
+_STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
 
 
 def draw_figures(report: "TransferReport", folder: str | Path) -> list[Path]:
@@ -52,7 +55,7 @@ def draw_figures(report: "TransferReport", folder: str | Path) -> list[Path]:
         # Without what a user's own settings would change.
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
-            matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+            matplotlib.rcParams.update(_STYLE)
             figure = Figure(layout="constrained")
             if not draw(figure, report):
                 path.unlink(missing_ok=True)
@@ -108,8 +111,9 @@ def _retention(figure: Any, report: "TransferReport") -> bool:
 
 
 def _kept(figure: Any, report: "TransferReport") -> bool:
-    figure.set_size_inches(_WIDTH, 1.4 + 0.55 * len(report.measures))
-    return bool(report.measures) and kept_panel(figure.subplots(), report.measures)
+    measures = [one for one in report.measures if any(dict(one)[share] is not None for share in SHARES)]
+    figure.set_size_inches(_WIDTH, 1.4 + 0.55 * len(measures))
+    return bool(measures) and kept_panel(figure.subplots(), measures)
 
 
 def _drift(figure: Any, report: "TransferReport") -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from .retention import CONDITIONS, TRANSFERRED
 from .schema import LOOKUP, TASK, TEXT, Measure
-from .verdict import judge
 from .wording import CAPTIONS, SHARE, SHARES, shown, with_interval
 
 
@@ -82,7 +81,7 @@ def results_tables(measures: Sequence[Measure]) -> list[str]:
 
 
 def _verdict(report: "TransferReport") -> list[str]:
-    verdict = judge(report.measures, report.lengths, has_anchor=report.mapper["anchor_layers"] is not None)
+    verdict = report.judged()
     points = "\n".join(f"- {_safe(sentence)}" for sentence in verdict.sentences)
     return ["## Verdict", f"**{verdict.headline}**", *([points] if points else [])]
 

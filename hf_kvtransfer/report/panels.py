@@ -270,7 +270,8 @@ def latency_panel(axes: Sequence[Any], rows: Sequence[dict[str, Any]]) -> bool:
         axis.set_ylabel(f"milliseconds {title}")
         axis.grid(axis="y", linewidth=0.3)
         _tokens(axis, contexts)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=False)
+        if axis.lines:
+            axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=False)
     return any(axis.lines for axis in axes)
 
 

@@ -26,7 +26,7 @@ from .schema import (
     plain,
     wrong,
 )
-from .verdict import judge
+from .verdict import Verdict, judge
 
 
 REPORT_FILE, MARKDOWN_FILE, FIGURES_FOLDER = "report.json", "report.md", "figures"
@@ -117,7 +117,14 @@ class TransferReport:
 
     def verdict(self) -> str:
         """What the mapper keeps, in words and with the figures it rests on; [`judge`] says by which rules."""
-        return str(judge(self.measures, self.lengths, has_anchor=self.mapper["anchor_layers"] is not None))
+        return str(self.judged())
+
+    def judged(self) -> Verdict:
+        """The verdict with its level and its sentences apart."""
+        mapper = self.mapper
+        # An anchor whose stream is predicted from the source isn't there without it.
+        has_anchor = mapper["anchor_layers"] is not None and mapper["anchor_start"] == 0
+        return judge(self.measures, self.lengths, has_anchor=has_anchor)
 
     def to_markdown(self, figures: Sequence[str] = ()) -> str:
         """
@@ -214,7 +221,7 @@ def write_whole(folder: Path, name: str, content: str | bytes) -> Path:
     handle, beside = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         os.chmod(beside, 0o644)  # temporary files are private to their maker
         os.replace(beside, folder / name)
     finally:

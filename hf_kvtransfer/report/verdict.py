@@ -12,14 +12,14 @@ from .wording import SHARE, SHARES, listed, shown, titled, with_interval
 
 NOT_MEASURED = "not measured"
 HOPELESS = "hopeless"
-WORSE = "no better than the source"
 TEXT_ONLY = "keeps text but not look-ups"
+WORSE = "no better than the source"
 UNKNOWN = "look-ups not shown"
 SOME = "keeps some"
 MOST = "keeps most"
 NEAR = "near native"
 
-LEVELS = (NOT_MEASURED, HOPELESS, WORSE, TEXT_ONLY, UNKNOWN, SOME, MOST, NEAR)
+LEVELS = (NOT_MEASURED, HOPELESS, TEXT_ONLY, WORSE, UNKNOWN, SOME, MOST, NEAR)
 """From the worst to the best."""
 
 # Shares of what a context is worth. Less than the first of look-ups is lost; more than the second is most; from the
@@ -31,9 +31,9 @@ _KEPT = ("content_kept", "context_value_kept", "normalised_retention")
 
 _HEADLINES = {
     NOT_MEASURED: "Not measured: by no measure is the native target shown to be better than a control.",
-    HOPELESS: "Hopeless: nothing of a context is shown to survive.",
-    WORSE: "No better than the source alone, by one measure or by all of them.",
+    HOPELESS: "Hopeless: nothing is shown to survive that another document, or the source alone, wouldn't give.",
     TEXT_ONLY: "Keeps text but not look-ups: what stands in a context and nowhere else is lost.",
+    WORSE: "No better than the source alone, by one measure or by all of them.",
     UNKNOWN: "Look-ups not shown: something of a context survives, but nothing says that its facts do.",
     SOME: "Keeps some: not everywhere is more than half of what a context is worth shown to survive.",
     MOST: "Keeps most: more than half of what a context is worth survives wherever that was measured.",
@@ -69,12 +69,13 @@ def judge(measures: Sequence[Measure], lengths: Sequence[Length] = (), *, has_an
     Args:
         measures (`Sequence[Measure]`): of the report.
         lengths (`Sequence[Length]`, *optional*): of the report.
-        has_anchor (`bool`, *optional*, defaults to `False`): whether the mapper runs layers of the target.
+        has_anchor (`bool`, *optional*, defaults to `False`):
+            Whether the mapper runs layers of the target that could do without the source.
 
     Returns:
         [`Verdict`]
     """
-    telling = [one for one in measures if any(_low(one, share) is not None for share in _KEPT)]
+    telling = [one for one in measures if _tells(one)]
     sentences = []
     for kind in (LOOKUP, TASK, TEXT):
         of_kind = [one for one in telling if one["kind"] == kind] or [one for one in measures if one["kind"] == kind]
@@ -90,12 +91,12 @@ def _level(measures: Sequence[Measure]) -> str:
     lookups = [one for one in measures if one["kind"] == LOOKUP]
     # An answer that became likelier is not yet a right one: where answers are counted, that decides.
     lookups = [one for one in lookups if one["unit"] == SHARE] or lookups
-    others = [one for one in measures if one["kind"] != LOOKUP and _survives(one)]
+    others = [one for one in measures if one["kind"] != LOOKUP and _survives(one) and not _is_behind(one)]
     if not any(map(_survives, lookups)):
         if not others:
             return HOPELESS
         if lookups:
-            return WORSE if all(map(_is_behind, others)) else TEXT_ONLY
+            return TEXT_ONLY
     gaps = [one for one in measures if _gap(one) is not None]
     if any(map(_is_behind, measures)) or (gaps and not any(map(_is_ahead, gaps))):
         return WORSE
@@ -103,6 +104,17 @@ def _level(measures: Sequence[Measure]) -> str:
         return UNKNOWN
     least = min(map(_least, measures))
     return NEAR if least >= NEAR_FROM else MOST if least > MOST_ABOVE else SOME
+
+
+def _tells(measure: Measure) -> bool:
+    """
+    Whether there is anything to keep by this measure. Of look-ups there isn't where the native target itself answers
+    as if it had been given another document, even if that is better than no context.
+    """
+    content = measure["content_kept"]
+    if measure["kind"] == LOOKUP and content is not None and content["low"] is None:
+        return False
+    return any(_low(measure, share) is not None for share in _KEPT)
 
 
 def _low(measure: Measure, share: str) -> float | None:
@@ -185,7 +197,7 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
     controls = {name for one in measures for name in one["conditions"]}
     said = {
         "On {} the cache of a different document, converted, does as well.": lambda one: (
-            _low(one, "content_kept") is not None and not _survives(one)
+            (low := _low(one, "content_kept")) is not None and low <= 0
         ),
         "On {} the native target isn't shown to be better than the source alone: there is no gap to recover.": (
             lambda one: _gap(one) is None and SOURCE in one["conditions"]
