@@ -1,9 +1,10 @@
 """Putting a mapper on the Hub: one commit of its files, and of nothing else."""
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -119,32 +120,39 @@ def push_folder(
             "`HF_TOKEN`, or pass `token=`."
         )
     api = HfApi(token=token, library_name="hf_kvtransfer", library_version=__version__)
-    with _said_in_words(repo_id), tempfile.TemporaryDirectory() as staging:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr/"):
-            _make_branch(api, repo_id, revision, create_pr)
-        there = api.model_info(repo_id, revision=revision)
-        published = {file.rfilename for file in there.siblings or ()}
+    with tempfile.TemporaryDirectory() as staging:
         _copy([folder / CONFIG_FILE, *report], folder, Path(staging))
-        stays = set() if report else _fetch_report(api, repo_id, there.sha, published, Path(staging))
-        card = _card(api, repo_id, there.sha, published, folder, Path(staging), tags)
+        with _said_in_words(repo_id):
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/pr/"):
+                _make_branch(api, repo_id, revision, create_pr)
+            there = api.model_info(repo_id, revision=revision)
+            published = {file.rfilename for file in there.siblings or ()}
+
+            def fetch(name: str) -> bytes | None:
+                if name not in published:
+                    return None
+                return Path(api.hf_hub_download(repo_id, name, revision=there.sha)).read_bytes()
+
+            stays = set() if report else _fetch_report(fetch, published, Path(staging))
+            existing = fetch("README.md")
+        card = _card(repo_id, Path(staging), folder, existing, tags)
         additions = {path.relative_to(folder).as_posix(): path for path in (*files, *report)}
-        outdated = (
-            {name for name in published if _is_among(name, (*_WEIGHT_FILES, *_REPORT_FILES))} - set(additions) - stays
-        )
-        return api.create_commit(
-            repo_id,
-            [
-                *(CommitOperationAdd(name, path) for name, path in additions.items()),
-                CommitOperationAdd("README.md", card.encode()),
-                *(CommitOperationDelete(name) for name in sorted(outdated)),
-            ],
-            commit_message=commit_message or "Upload KVMapper",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-            parent_commit=there.sha,  # what somebody else has published since is not mixed with this
-        )
+        outdated = {name for name in published if _is_among(name, _ALL_FILES)} - set(additions) - stays
+        with _said_in_words(repo_id):
+            return api.create_commit(
+                repo_id,
+                [
+                    *(CommitOperationAdd(name, path) for name, path in additions.items()),
+                    CommitOperationAdd("README.md", card.encode()),
+                    *(CommitOperationDelete(name) for name in sorted(outdated)),
+                ],
+                commit_message=commit_message or "Upload KVMapper",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=there.sha,  # what somebody else has published since is not mixed with this
+            )
 
 
 def push_in_background(folder: str | os.PathLike[str], repo_id: str, **repository: Any) -> "Future[CommitInfo]":
@@ -222,55 +230,46 @@ def _make_branch(api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None
             raise
 
 
-def _fetch_report(api: HfApi, repo_id: str, commit: str | None, published: set[str], staging: Path) -> set[str]:
+def _fetch_report(fetch: Callable[[str], bytes | None], published: Iterable[str], staging: Path) -> set[str]:
     """
     Fetches the published report and its figures, if it is the one that the configuration in `staging` has the summary
     of, as after pushing a mapper again that was loaded from the Hub. Gives the names of what was fetched.
     """
     from .report import TransferReport
 
-    summary = evaluation_of(read_config(staging))
-    if summary is None or _REPORT_FILE not in published:
+    summary, content = evaluation_of(read_config(staging)), fetch(_REPORT_FILE)
+    if summary is None or content is None:
         return set()
-    found = Path(api.hf_hub_download(repo_id, _REPORT_FILE, revision=commit))
     try:
-        is_same = TransferReport.load(found).digest() == summary.get("report")
-    except MapperFileError:  # of another release, or damaged: it can't be vouched for
+        is_same = TransferReport.from_dict(json.loads(content)).digest() == summary.get("report")
+    except (ValueError, MapperFileError):  # of another release, or damaged: it can't be vouched for
         return set()
     names = {name for name in published if is_same and _is_among(name, _REPORT_FILES)}
     for name in names:
         place = staging / name
         place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(api.hf_hub_download(repo_id, name, revision=commit), place)
+        place.write_bytes(fetch(name) or b"")
     return names
 
 
-def _card(
-    api: HfApi,
-    repo_id: str,
-    commit: str | None,
-    published: set[str],
-    folder: Path,
-    staging: Path,
-    tags: list[str] | None,
-) -> str:
+def _card(repo_id: str, staging: Path, folder: Path, existing: bytes | None, tags: list[str] | None) -> str:
     """The card of what lies in `staging`; what people wrote into the one in the folder, or else on the Hub, is kept."""
     from .cards import CARD_FILE, write_card
 
-    def written(existing: bytes | None) -> str:
+    def written(before: bytes | None) -> str:
         path = staging / CARD_FILE
-        if existing is None:
+        if before is None:
             path.unlink(missing_ok=True)
         else:
-            path.write_bytes(existing)
+            path.write_bytes(before)
         return write_card(staging, name=repo_id).read_bytes().decode()
 
     card, own = written(None), folder / CARD_FILE
     edited = written(own.read_bytes()) if own.is_file() else card
-    if edited != card:
+    if edited.split() != card.split():
         card = edited
-    elif CARD_FILE in published:
-        card = written(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=commit)).read_bytes())
+    elif existing is not None:
+        card = written(existing)
     if tags:
         tagged: Any = ModelCard(card)
         tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or ()), *tags]))

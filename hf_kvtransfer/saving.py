@@ -193,6 +193,8 @@ def _resolve(path: Any, name: str, kwargs: dict[str, Any]) -> Path | None:
         return found if found.is_file() else None
     if name != CONFIG_FILE:
         keywords["local_files_only"] = True  # they have just been loaded from there
+    elif kwargs.get("force_download"):
+        keywords["force_download"] = True
     try:
         found = cached_file(
             str(path),

@@ -87,6 +87,7 @@ class Faults:
     break_commits: bool = False
     flip_a_bit_of: str | None = None  # a path whose content is served with one bit changed
     cut_short: str | None = None  # a path of which half is served
+    stop_after: int | None = None  # bytes of one download of a large file, and then the connection is gone
     before_commit: object = None  # called once a commit has been received, before it is made
 
 
@@ -115,8 +116,8 @@ class Hub:
     """
     The server, as a context manager.
 
-    `users` are known by their token; `repositories` and `requests` (method and path of every request) are there to be
-    looked at. Files above `large` bytes, and those of weights and figures, are kept as large files.
+    `users` are known by their token; `repositories` and `requests` (method and path of each) are there to be looked at.
+    Weights, figures and files above `large` bytes are kept as large files.
     """
 
     def __init__(self, users, large=100_000):
@@ -192,7 +193,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"error": f"no such address: {path}"})
         try:
             with suppress(ConnectionError):
-                function(self, **{name: unquote(value) for name, value in match.groupdict().items()})
+                function(self, **{name: unquote(value or "") for name, value in match.groupdict().items()})
         except Refusal as refusal:
             self.body()
             headers = {"X-Error-Message": refusal.message}
@@ -411,7 +412,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, found)
 
     @route("GET", f"/api/models/{REPO}/tree/{REVISION}(?:/(?P<folder>.+))?")
-    def tree(self, repo, revision, folder=""):
+    def tree(self, repo, revision, folder):
         files, entries = self.commit_of(self.repository(repo), revision).files, {}
         recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
         within = f"{folder}/" if folder else ""
@@ -446,7 +447,14 @@ class Handler(BaseHTTPRequestHandler):
     @route("GET", r"/storage/(?P<oid>[0-9a-f]{64})")
     def fetch(self, oid):
         self.expect_no_token()
-        path = self.query.get("path", [""])[0]
+        path, stop = self.query.get("path", [""])[0], self.hub.faults.stop_after
+        if stop is not None:
+            self.hub.faults.stop_after = None
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.hub.objects[oid])))
+            self.end_headers()
+            self.wfile.write(self.hub.objects[oid][:stop])
+            return self.hang_up()
         self.serve(self.spoilt(path, self.hub.objects[oid]), {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
     def expect_no_token(self):

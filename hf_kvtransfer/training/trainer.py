@@ -218,10 +218,10 @@ class KVMapperTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         strategy, running = self.args.hub_strategy, getattr(self, "push_in_progress", None)
-        is_running = running is not None and not running.is_done()
+        unfinished = [] if running is None or running.is_done() else running.jobs
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        if is_running and not self.args.hub_always_push:
+        if unfinished and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
@@ -237,7 +237,7 @@ class KVMapperTrainer(Trainer):
                 run_as_future=True,
             )
             jobs.append(job)
-        self.push_in_progress = PushInProgress([*(running.jobs if is_running else ()), *jobs])
+        self.push_in_progress = PushInProgress([*unfinished, *jobs])
 
     def _publish(self, folder: str, message: str | None, **given: Any) -> Any:
         usual = {
