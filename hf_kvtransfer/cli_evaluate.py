@@ -158,29 +158,25 @@ def summary(report: Any) -> str:
     Args:
         report ([`TransferReport`]): of the mapper.
     """
-    from .tables import percent, table
+    from .tables import table
 
     shown = [one for one in report.measures if one["metric"] != "perplexity"]
-    names = list(dict.fromkeys(name for one in shown for name in one["conditions"]))
-    rows = []
-    for one in shown:
-        figures = [one["conditions"].get(name, {}).get("value") for name in names]
-        cells = [_figure(value, one["unit"]) for value in figures]
-        shares = [(one[share] or {}).get("value") for share, _ in _SHARES]
-        rows.append(
-            [
-                f"{one['task']}, {one['metric']}",
-                *cells,
-                *(percent(float("nan") if value is None else value) for value in shares),
-            ]
-        )
-    header = ["", *names, *(words for _, words in _SHARES)]
-    # Measures side by side: conditions are many, measures few.
-    sides = [list(column) for column in zip(header, *rows, strict=True)]
-    return table(sides[0], sides[1:])
+    conditions = list(dict.fromkeys(name for one in shown for name in one["conditions"]))
+    rows = [
+        [name, *(_shown((one["conditions"].get(name) or {}).get("value"), one["unit"]) for one in shown)]
+        for name in conditions
+    ]
+    rows += [[words, *(_shown((one[share] or {}).get("value"), "share") for one in shown)] for share, words in _SHARES]
+    return table(["", *map(_titled, shown)], rows)
 
 
-def _figure(value: float | None, unit: str) -> str:
+def _titled(measure: Any) -> str:
+    """The measure as a column; of one kind of question its kind."""
+    task, _, kind = measure["task"].partition(": ")
+    return kind or f"{task}, {measure['metric']}"
+
+
+def _shown(value: float | None, unit: str) -> str:
     from .tables import percent
 
     if value is None:

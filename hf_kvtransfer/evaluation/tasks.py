@@ -74,7 +74,7 @@ class TextSums:
         shares = dict.fromkeys(
             ("differences", "gap_recovered", "context_value_kept", "content_kept", "normalised_retention")
         )
-        return [nll, {**nll, **shares, "metric": "perplexity", "unit": "perplexity", "conditions": perplexity}]
+        return [nll, {**nll, **shares, "metric": "perplexity", "unit": "per token", "conditions": perplexity}]
 
     def divergence(self, **options: Any) -> dict[str, Any]:
         """KL and agreement of the transfer with their intervals; options as in [`mean_interval`]."""
