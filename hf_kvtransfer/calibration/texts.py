@@ -182,8 +182,9 @@ def pack(
     Concatenate documents and cut them into full rows: every token is real, none is padding and none is lost between
     two rows.
 
-    If the tokenizer starts a document with its BOS token, each document starts with it here; otherwise its EOS token
-    stands between two documents, if it has one. Empty documents are skipped. The last, incomplete row is dropped,
+    If the tokenizer starts a document with its BOS token, each document starts with it here, and so does every row, as
+    in use: attention falls back on the first token. Otherwise the EOS token stands between two documents, if there is
+    one. Empty documents are skipped. The last, incomplete row is dropped,
     unless it is the only one and holds at least two tokens.
 
     Args:
@@ -209,16 +210,22 @@ def _pack(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequence_length: int, num_sequences: int | None
 ) -> Iterator[list[int]]:
     produced = 0
+    bos = _bos(tokenizer)
     buffer: list[int] = []
-    for document in _tokenized(texts, tokenizer):
+    for document in _tokenized(texts, tokenizer, bos):
         buffer.extend(document)
-        full = len(buffer) // sequence_length
-        for start in range(0, full * sequence_length, sequence_length):
-            yield buffer[start : start + sequence_length]
+        start = 0
+        while True:
+            lead = [] if bos is None or buffer[start : start + 1] == [bos] else [bos]
+            stop = start + sequence_length - len(lead)
+            if stop > len(buffer):
+                break
+            yield lead + buffer[start:stop]
+            start = stop
             produced += 1
             if produced == num_sequences:
                 return
-        del buffer[: full * sequence_length]
+        del buffer[:start]
     if produced == 0:
         if len(buffer) < 2:
             raise CalibrationError(
@@ -236,12 +243,17 @@ def _pack(
         )
 
 
-def _tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of each document, with what stands before it."""
-    starts_with_bos = tokenizer.bos_token_id is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [
+def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS token, if the tokenizer starts a text with it."""
+    starts = tokenizer.bos_token_id is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [
         tokenizer.bos_token_id
     ]
-    separator = tokenizer.bos_token_id if starts_with_bos else tokenizer.eos_token_id
+    return tokenizer.bos_token_id if starts else None
+
+
+def _tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, bos: int | None) -> Iterator[list[int]]:
+    """Token ids of each document, with what stands before it."""
+    separator = tokenizer.eos_token_id if bos is None else bos
     iterator = iter(texts)
     first = True
     while batch := list(islice(iterator, _DOCUMENTS_AT_ONCE)):
@@ -261,5 +273,5 @@ def _tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iter
         for ids in rows:
             if not ids:
                 continue
-            yield [separator, *ids] if separator is not None and (starts_with_bos or not first) else list(ids)
+            yield [separator, *ids] if separator is not None and (bos is not None or not first) else list(ids)
             first = False
