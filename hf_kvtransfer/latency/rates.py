@@ -10,8 +10,8 @@ from .timing import best_of
 
 # Large enough to keep all units of a processor busy, small enough to take less than a second on a slow one.
 _CPU_SIDE, _ACCELERATOR_SIDE = 1536, 8192
-# A copy of less is all overhead, a copy of more isn't any slower per byte.
-_SMALLEST_COPY, _LARGEST_COPY = 2**16, 2**28
+# A copy of less is all overhead, one of more no slower per byte: it is too large for any processor's caches.
+_SMALLEST_COPY, _LARGEST_COPY = 2**16, 2**27
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class ThisMachine:
             call(tokens)
             return {name: now(self._device) - start}
 
-        calls = {f"{name} {depth}": call for name, part in parts.items() for depth, call in enumerate(part.calls)}
+        calls = {f"{name} {depth}": part.calls[depth] for depth in (0, 1) for name, part in parts.items()}
         times = interleaved({name: partial(timed, name, call) for name, call in calls.items()}, _TRIALS)
         totals = {}
         for name, part in parts.items():
