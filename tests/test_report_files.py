@@ -13,6 +13,7 @@ from hf_kvtransfer.report.wording import CAPTIONS, shown, with_interval
 from .test_report import answered, sample
 
 
+BOTH = ("transferred", "target native")
 EMPTY = {
     "fidelity": None,
     "measures": [],
@@ -101,12 +102,8 @@ def test_a_figure_of_an_older_report_does_not_stay(tmp_path):
         {"latency": [{"context": 64}]},
         {"latency": [{"context": 64, "conversion": None, "spread": None, "target_prefill": 0.1}]},
         {"measures": [{**sample().measures[0], "conditions": {}, "gap_recovered": None}]},
-        {
-            "measures": [
-                measure("q", "nll", "text", {key: [0.0] for key in ["transferred", "target native"]}, unit="nats")
-            ]
-        },
-        {"measures": [measure("q", "m", "task", {key: [float("nan")] for key in ["transferred", "target native"]})]},
+        {"measures": [measure("q", "nll", "text", {key: [0.0] for key in BOTH}, unit="nats")]},
+        {"measures": [measure("q", "m", "task", {key: [float("nan")] for key in BOTH})]},
     ],
     ids=lambda sections: next(iter(sections)),
 )
@@ -152,8 +149,8 @@ def test_tables_are_whole_and_show_every_condition_and_share():
     assert all(sentence in text for sentence in report.judged().sentences)
 
 
-def test_text_of_others_breaks_no_table():
-    hostile = "a|b\n| c <script> `d` \\"
+def test_text_of_others_breaks_no_table_and_no_figure(tmp_path):
+    hostile = "a|b\n| c <script> `d` $\\x$ \\"
     values = answered({hostile: 0.5, "target native": 1.0, "transferred": 1.0, "source alone": 0.5})
     report = sample(
         pair={"source": hostile, "target": "b"},
@@ -165,6 +162,7 @@ def test_text_of_others_breaks_no_table():
     for rows in tables(text):
         assert len({len(row) for row in rows}) == 1
     assert text.count("\n# ") + text.startswith("# ") == 1
+    assert write_report(report, tmp_path)
 
 
 def test_names_that_are_no_utf8_are_written(tmp_path):
