@@ -152,7 +152,7 @@ def _sequences(calibration: dict[str, Any]) -> str | None:
     if not calibration.get("sequences"):
         return None
     stride = calibration.get("token_stride", 1)
-    every = "" if stride == 1 else f", of which every {stride}th token is used"
+    every = "" if stride == 1 else f", one in {stride} of which is used"
     return f"{calibration['sequences']:,} of {calibration.get('sequence_length', 0):,} tokens{every}"
 
 

@@ -8,29 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .card_tables import fit_facts, likeness, mean_of, native_in_words
+from .card_metadata import ON_HUB, card_metadata, measures_of
+from .card_tables import fit_facts, likeness, native_in_words
 from .config import KVMapperConfig
 from .errors import MapperFileError
 from .evidence import EVALUATION, evaluation_of, read_config, record_evidence, report_in
 from .report.markdown import results_tables
-from .report.schema import Measure, checked
 from .report.verdict import judge
-from .report.wording import CAPTIONS, SHARES
+from .report.wording import CAPTIONS
 
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCard
+    from huggingface_hub import ModelCard
 
     from .report import TransferReport
 
 
 CARD_FILE = "README.md"
-TASK_NAME = "KV cache transfer"
-"""Name of the task of every result that is generated; other results in a card's `model-index` are kept."""
-
-_TAGS = ("kv-cache", "kv-cache-transfer")
 _MARKER = re.compile(r"<!-- hf_kvtransfer: (begin|end) ([a-z]+) -->")
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(
@@ -79,7 +74,8 @@ def model_card(
     text = _rendered(config, report, values, name, sides, figures)
     line_break = "\r\n" if "\r\n" in before.text else "\n"
     body = _merged(before.text.replace("\r\n", "\n"), text).replace("\n", line_break)
-    metadata = _metadata(before.data.to_dict(), config, values, name, sides)
+    models = [str(one["name"]) for one in sides.values() if one["on_hub"]]
+    metadata = card_metadata(before.data.to_dict(), config, values, name, models)
     card = ModelCard(f"---{line_break}{metadata.to_yaml(line_break=line_break)}{line_break}---{line_break}{body}")
     return card
 
@@ -133,7 +129,7 @@ def write_card(
         raise MapperFileError(
             f"The card in {folder} can't be read ({error}); expected a `{CARD_FILE}` in UTF-8. Mend or remove it."
         ) from error
-    figures = [f"{FIGURES_FOLDER}/{file.name}" for file in sorted((folder / FIGURES_FOLDER).glob("*.png"))]
+    names = [f"{FIGURES_FOLDER}/{name}.png" for name in CAPTIONS]
     card = model_card(
         config,
         report,
@@ -141,7 +137,7 @@ def write_card(
         name=name or (folder.name if folder.is_absolute() else folder.as_posix()),
         source=source,
         target=target,
-        figures=figures if report is not None else (),
+        figures=[name for name in names if report is not None and (folder / name).is_file()],
     )
     return write_whole(folder, CARD_FILE, str(card))
 
@@ -183,8 +179,8 @@ def _rendered(
     )
     environment.filters |= {"cell": lambda text: _prose(text).replace("|", "\\|"), "prose": _prose}
     summary = config.scores.get(EVALUATION) or {}
-    measures = _measures(config, values)
-    tasks = list(dict.fromkeys(f"{one['task']} (n = {one['n']:,})" for one in measures))
+    measures = measures_of(config, values)
+    tasks = {one["task"]: one["n"] for one in measures if ": " not in one["task"]}
     return environment.get_template("card.md.jinja").render(
         title=f"{sides['source']['short']} → {sides['target']['short']}: KV cache transfer",
         name=_quoted(name),
@@ -200,7 +196,7 @@ def _rendered(
         likeness=likeness(values.get("fidelity") or summary),
         figures=[{"path": path, "words": CAPTIONS.get(Path(path).stem, Path(path).stem)} for path in figures],
         has_report=report is not None,
-        measured=", ".join(tasks) or "nothing yet",
+        measured=", ".join(f"{task} (n = {n:,})" for task, n in tasks.items()) or "nothing yet",
         fingerprint=config.tokenizer_fingerprint,
         preset=config.preset,
         version=__version__,
@@ -223,7 +219,7 @@ def _prose(text: Any) -> str:
 def _side(config: KVMapperConfig, side: str, given: str | None, pair: dict[str, Any]) -> dict[str, Any]:
     geometry = config.geometry(side)
     checkpoint, revision = geometry.checkpoint or side, getattr(config, f"{side}_revision")
-    on_hub = given is None and bool(_ON_HUB.fullmatch(checkpoint) or revision)
+    on_hub = given is None and bool(ON_HUB.fullmatch(checkpoint) or revision)
     told = str(pair.get(side) or "")
     # A path of the machine that measured means nothing elsewhere.
     name = given or (checkpoint if on_hub or not told or os.path.isabs(told) else told)
@@ -253,7 +249,7 @@ def _quoted(text: Any) -> str:
 
 def _name_of(config: KVMapperConfig) -> str:
     path = str(getattr(config, "name_or_path", "") or "")
-    if path and not Path(path).is_dir() and _ON_HUB.fullmatch(path):
+    if path and not Path(path).is_dir() and ON_HUB.fullmatch(path):
         return path
     return Path(path).name or "path/to/this/mapper"
 
@@ -307,101 +303,3 @@ def _merged(before: str, text: str) -> str:
         if name in new:
             before = before[:start] + text[slice(*new[name])] + before[stop:]
     return before
-
-
-# --------------------------------------------------------------------------------------------------- the metadata
-
-
-def _metadata(
-    before: dict[str, Any],
-    config: KVMapperConfig,
-    values: dict[str, Any],
-    name: str,
-    sides: dict[str, dict[str, Any]],
-) -> Any:
-    from huggingface_hub import ModelCardData
-    from huggingface_hub.repocard_data import model_index_to_eval_results
-
-    index = before.pop("model-index", None)
-    title, results = model_index_to_eval_results(index) if index else (None, [])
-    others = [one for one in results if one.task_name != TASK_NAME]
-    models = [side["name"] for side in sides.values() if side["on_hub"]]
-    dataset = str(config.calibration.get("dataset") or "").split(" (")[0]
-    metrics = list(dict.fromkeys(one["metric"] for one in _measures(config, values)))
-    ours = {
-        "base_model": models or None,
-        "base_model_relation": "adapter" if models else None,
-        "library_name": "hf_kvtransfer",
-        "pipeline_tag": "text-generation",
-        "datasets": [dataset] if _ON_HUB.fullmatch(dataset) else None,
-        "metrics": metrics or None,
-    }
-    kept = {name: value for name, value in before.items() if name not in ("base_model", "metrics") or not ours[name]}
-    tags = [*_TAGS, *_as_list(before.get("tags"))]
-    found = [*eval_results(config, values), *others]
-    data: dict[str, Any] = {**ours, **kept, "tags": tags}
-    if found:
-        data |= {"model_name": title or Path(name).name, "eval_results": found}
-    return ModelCardData(**{name: value for name, value in data.items() if value is not None})
-
-
-def eval_results(config: KVMapperConfig, values: dict[str, Any]) -> "list[EvalResult]":
-    """
-    Every metric of a report as an entry of a `model-index`, with intervals where there are any.
-
-    Args:
-        config ([`KVMapperConfig`]): of the mapper, whose summary is taken without a report.
-        values (`dict`): the report as JSON values; empty without one.
-    """
-    found = []
-    for one in _measures(config, values):
-        task, metric = one["task"], one["metric"]
-        figures = {metric: one["conditions"].get("transferred")}
-        figures |= {f"{metric}: {words}": one.get(key) for key, words in SHARES.items()}
-        found += [_result(task, words, figure, one["n"]) for words, figure in figures.items()]
-    fidelity = values.get("fidelity") or {}
-    if fidelity:
-        r2, chunks = fidelity["r2"], fidelity["chunks"]
-        likeness_figures = {
-            "R² of keys": {"value": mean_of(r2["keys"])},
-            "R² of values": {"value": mean_of(r2["values"])},
-            "cosine of attention outputs": {"value": mean_of(fidelity["cosine"])},
-            "KL to native, nats per token": fidelity["kl"],
-            "top-1 agreement with native": fidelity["agreement"],
-        }
-        found += [_result("fidelity", words, figure, chunks) for words, figure in likeness_figures.items()]
-    return [one for one in found if one is not None]
-
-
-def _measures(config: KVMapperConfig, values: dict[str, Any]) -> list[Any]:
-    """The measures of the report; without one, those of the summary that the configuration holds."""
-    if values:
-        return list(values["measures"])
-    summary = config.scores.get(EVALUATION) or {}
-    measures = [
-        {name: value for name, value in one.items() if name != "retention"} for one in summary.get("measures", [])
-    ]
-    return [checked(one, Measure, f"scores.{EVALUATION}.measures[{index}]") for index, one in enumerate(measures)]
-
-
-def _result(task: str, words: str, figure: dict[str, Any] | None, n: int) -> "EvalResult | None":
-    from huggingface_hub import EvalResult
-
-    value, *ends = [(figure or {}).get(end) for end in ("value", "low", "high")]
-    if value is None:
-        return None
-    interval = [round(float(end), 6) for end in ends if end is not None]
-    return EvalResult(
-        task_type="text-generation",
-        task_name=TASK_NAME,
-        dataset_type=re.sub(r"[^\w./-]+", "-", task).strip("-") or "unknown",
-        dataset_name=task,
-        metric_type=re.sub(r"[^a-z0-9]+", "_", words.lower().replace("²", "2")).strip("_"),
-        metric_name=words,
-        metric_value=round(float(value), 6),
-        metric_args={"n": n} | ({"interval_95": interval} if len(interval) == 2 else {}),
-    )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from hf_kvtransfer import EvidenceError, KVMapper, KVMapperConfig, MapperFileError
 from hf_kvtransfer._compat import TRANSFORMERS_VERSION
-from hf_kvtransfer.cards import TASK_NAME, model_card, write_card
+from hf_kvtransfer.card_metadata import TASK_NAME
+from hf_kvtransfer.cards import model_card, write_card
 from hf_kvtransfer.cli import app
 from hf_kvtransfer.evidence import EVALUATION, summary_of
 from hf_kvtransfer.report.verdict import judge
@@ -48,9 +49,9 @@ def on_hub():
 def report(on_hub):
     return report_of(
         on_hub,
-        measured("stories"),
+        measured("questions: terse"),
         measured(
-            "wikitext-2",
+            "text",
             native=3.2,
             alone=4.1,
             transferred=3.25,
@@ -70,6 +71,7 @@ def report(on_hub):
             "agreement": figure(0.97, 0.01),
             "chunks": 40,
         },
+        settings={"texts": "org/wikitext", "split": "test", "questions": "stories.jsonl"},
     )
 
 
@@ -129,7 +131,8 @@ class TestWhatItSays:
         parameters = KVMapper(on_hub).num_parameters()
         for words in (
             "`heo2026`", "0.01", "HuggingFaceFW/fineweb-edu", "115,200 fitted, 12,800 held out", f"{parameters:,}",
-            "500 of 1,024 tokens, of which every 4th", "1 to 2 source layers each, all KV heads", "% of the operations",
+            "500 of 1,024 tokens, one in 4 of which is used", "1 to 2 source layers each, all KV heads",
+            "% of the operations of the target's prefill",
         ):  # fmt: skip
             assert words in fit, words
 
@@ -152,14 +155,18 @@ class TestWhatItSays:
 
     def test_every_metric_is_in_the_index(self, on_hub, report):
         found = {(one.dataset_name, one.metric_name): one for one in model_card(on_hub, report).data.eval_results}
-        assert found["stories", "accuracy"].metric_value == 0.9
-        assert found["stories", "accuracy"].metric_args == {"n": 40, "interval_95": [0.85, 0.95]}
-        assert found["wikitext-2", "nll"].metric_value == 3.25
-        assert found["wikitext-2", "nll: gap recovered"].metric_value == 0.94
-        assert found["stories", "accuracy: retention above chance"].metric_value == 0.89
-        assert found["fidelity", "R² of keys"].metric_value == pytest.approx(0.85)
-        assert found["fidelity", "R² of values"].metric_value == pytest.approx(0.7)
-        assert found["fidelity", "top-1 agreement with native"].metric_value == 0.97
+        assert found["questions: terse (stories.jsonl)", "accuracy"].metric_value == 0.9
+        assert found["questions: terse (stories.jsonl)", "accuracy"].metric_args == {
+            "n": 40,
+            "interval_95": [0.85, 0.95],
+        }
+        text = found["text (org/wikitext)", "nll"]
+        assert (text.metric_value, text.dataset_type, text.dataset_split) == (3.25, "org/wikitext", "test")
+        assert found["text (org/wikitext)", "nll: gap recovered"].metric_value == 0.94
+        assert found["questions: terse (stories.jsonl)", "accuracy: retention above chance"].metric_value == 0.89
+        assert found["fidelity (org/wikitext)", "R² of keys"].metric_value == pytest.approx(0.85)
+        assert found["fidelity (org/wikitext)", "R² of values"].metric_value == pytest.approx(0.7)
+        assert found["fidelity (org/wikitext)", "top-1 agreement with native"].metric_value == 0.97
 
     def test_without_a_report_it_says_that_nobody_knows(self, on_hub):
         card = model_card(on_hub)
