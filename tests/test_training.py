@@ -374,6 +374,31 @@ class TestAnchored:
 
 
 class TestRefusals:
+    @pytest.mark.parametrize("name", ["queries", "shortest_context", "longest_continuation", "scale_rows"])
+    @pytest.mark.parametrize("value", [0, -1, 2.5])
+    def test_impossible_numbers(self, name, value, tmp_path):
+        with pytest.raises(CalibrationError, match=f"{name} is {value}, expected a whole number, at least 1"):
+            arguments(tmp_path, **{name: value})
+
+    def test_weights_that_are_no_numbers(self, tmp_path):
+        with pytest.raises(CalibrationError, match="expected weights of zero or more"):
+            arguments(tmp_path, kl_weight="x")
+
+    def test_arguments_without_losses(self, fitted, pair, tmp_path):
+        plain = arguments(tmp_path, kind=TrainingArguments)
+        with pytest.raises(CalibrationError, match="which say what the losses are made"):
+            KVMapperTrainer(fitted, plain, source=pair[0], target=pair[1])
+
+    def test_rows_of_different_lengths(self, fitted, pair, tmp_path):
+        rows = [{"input_ids": torch.arange(3, 3 + length)} for length in (20, 24)]
+        trainer = KVMapperTrainer(fitted, arguments(tmp_path), source=pair[0], target=pair[1], train_dataset=rows)
+        with pytest.raises(CalibrationError, match=r"The rows of one batch have \[20, 24\] tokens"):
+            trainer.train()
+
+    def test_features_of_whole_numbers(self, pair, rows, family_tokenizer, tmp_path):
+        with pytest.raises(CalibrationError, match="expected a floating-point one"):
+            CachedFeatures.capture(tmp_path / "f", *pair, family_tokenizer, rows, dtype=torch.int8)
+
     def test_losses_that_weigh_nothing(self, tmp_path):
         with pytest.raises(CalibrationError, match="at least one above zero"):
             arguments(tmp_path, content_weight=0.0)

@@ -260,6 +260,11 @@ class TestForms:
     def test_only_a_linear_mapper_changes_its_form(self, mapper):
         with pytest.raises(CalibrationError, match="can't be given the form `cubic`"):
             with_form(mapper, "cubic")
+        for options in ({"hidden": 0}, {"hidden": 2.5}, {"depth": 3}, {"groups": 1}):
+            with pytest.raises(CalibrationError, match="expected whole numbers of at least 1, for `hidden`"):
+                with_form(mapper, "mlp", **options)
+        with pytest.raises(CalibrationError, match="for no option at all"):
+            with_form(mapper, "linear", hidden=4)
         with pytest.raises(CalibrationError, match="expected a linear mapper"):
             with_form(with_form(mapper, "mlp", hidden=4), "residual")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 from transformers.utils import is_accelerate_available
 
+from ..calibration.texts import check_whole
 from ..errors import KVTransferError
 from .module import LossWeights
 
@@ -54,6 +55,8 @@ class KVTrainingArguments(TrainingArguments):
             )
         super().__post_init__()
         self.loss_weights  # noqa: B018 - refuses what can't be trained on before anything is loaded
+        for name in ("queries", "shortest_context", "longest_continuation", "scale_rows"):
+            check_whole(name, getattr(self, name), 1)
         if self.gradient_checkpointing:
             raise KVTransferError(
                 "`gradient_checkpointing` recomputes the layers of a deep model, and a mapper has none; expected it to "

@@ -110,6 +110,11 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
             [`MapperFileError`]: if nothing can be written there.
         """
         final, anchor = Path(folder), next(iter(anchors), None)
+        if dtype is not None and not dtype.is_floating_point:
+            raise CalibrationError(
+                f"`dtype` is {dtype}; expected a floating-point one, such as torch.bfloat16: keys and values are stored "
+                "in it."
+            )
         wanted = {
             "format": _FORMAT,
             "source": ModelGeometry.from_model(source).to_dict(),
@@ -131,6 +136,7 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
                     f"The folder {final} holds features that differ in {', '.join(different)}; expected those of these "
                     "models and this text. Capture into another folder, or delete this one."
                 )
+            found.verify()
             return found
         if final.is_dir() and any(final.iterdir()):
             raise CalibrationError(
@@ -263,6 +269,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         needed = {"shards", "anchors", "attention", "source_weights", "target_weights", "tokenizer_fingerprint"}
         if needed - manifest.keys():
             raise ValueError(f"it lacks {sorted(needed - manifest.keys())}")
+        for shard in manifest["shards"]:
+            if (
+                not all(isinstance(shard[name], int) for name in ("rows", "bytes"))
+                or Path(shard["file"]).name != shard["file"]
+            ):
+                raise ValueError(f"a file is described as {shard}")
+        if not all(isinstance(depth, int) for depth in manifest["anchors"]):
+            raise ValueError(f"its anchors are {manifest['anchors']!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MapperFileError(
             f"No captured features can be read from {folder} ({error}); expected a folder that this release's "

@@ -1,6 +1,7 @@
 """Giving a fitted mapper another functional form, to be trained."""
 
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from ..errors import CalibrationError
 from ..features import KINDS
 from ..mapper import KVMapper
 from ..maps import MAPS
+
+
+# Arguments of a form that the layer decides.
+_GIVEN = ("in_features", "heads", "head_dim", "groups")
 
 
 @torch.no_grad()
@@ -26,7 +31,7 @@ def with_form(mapper: KVMapper, map_type: str, **options: Any) -> KVMapper:
         [`KVMapper`]: a new one, in evaluation mode.
 
     Raises:
-        [`CalibrationError`]: if the mapper isn't linear, or there is no such form.
+        [`CalibrationError`]: if the mapper isn't linear, there is no such form, or it has no such option.
     """
     if map_type not in MAPS or mapper.config.map_type != "linear":
         raise CalibrationError(
@@ -35,6 +40,17 @@ def with_form(mapper: KVMapper, map_type: str, **options: Any) -> KVMapper:
         )
     config = copy.deepcopy(mapper.config)
     config.map_type, config.map_options = map_type, dict(options)
+    known = [name for name in signature(MAPS[map_type]).parameters if name not in _GIVEN]
+    wrong = {
+        name: value
+        for name, value in options.items()
+        if name not in known or not isinstance(value, int) or isinstance(value, bool) or value < 1
+    }
+    if wrong:
+        raise CalibrationError(
+            f"The form `{map_type}` was given {wrong}; expected whole numbers of at least 1, for "
+            f"{', '.join(f'`{name}`' for name in known) or 'no option at all'}. Leave the others out."
+        )
     made = KVMapper(config).to(mapper.dtype)
     for layer, fitted in zip(made.layers, mapper.layers, strict=True):
         for kind in KINDS:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..calibration.attention import QueryRecord
+from ..calibration.texts import check_whole
 from ..errors import CalibrationError
 from ..features import KINDS
 from ..mapper import KVMapper
@@ -41,7 +42,10 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         weights = vars(self)
-        numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights.values())
+        numbers = all(
+            isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
+            for weight in weights.values()
+        )
         if not numbers or not any(weights.values()) or any(weight < 0 for weight in weights.values()):
             raise CalibrationError(
                 f"The losses are weighted {weights}; expected weights of zero or more, and at least one above zero. "
@@ -104,6 +108,8 @@ class KVTransferModule(nn.Module):
         longest_continuation: int = 64,
     ) -> None:
         super().__init__()
+        for name, value in (("shortest_context", shortest_context), ("longest_continuation", longest_continuation)):
+            check_whole(name, value, 1)
         if not any(True for _ in mapper.parameters()):
             raise CalibrationError(
                 "This mapper has nothing to train; expected one with maps. Fit one with `KVMapper.fit` first, or give "

@@ -84,17 +84,14 @@ def estimate_scales(module: KVTransferModule, batches: Iterable[Mapping[str, Any
         native = {kind: unflatten(tensors[f"target_{kind}"], geometry) for kind in KINDS}
         positions = counted_positions(source.num_tokens, source.keys[0].device)
         tables = codec.tables(positions.target)
-        reader = ContentReader(mapper.codec("source"), source, positions, supports, 0, source.num_tokens)
+        reader = ContentReader(mapper.codec("source"), source, positions, mapper.packing(), 0, source.num_tokens)
         for (index, kind), spread in outputs.items():
             states = native[kind][index]
             states = codec.remove(states, tables, index) if kind == "keys" else states
             spread.add(states.transpose(1, 2).flatten(2).flatten(0, 1))
             if (index, kind) in features:
-                entry: Any = supports[index]
                 device = source.keys[0].device
-                features[index, kind].add(
-                    reader.features(entry, kind, geometry.layers[index], tensors.get("hidden"), device, torch.float32)
-                )
+                features[index, kind].add(reader.features(index, kind, tensors.get("hidden"), device, torch.float32))
         seen += 1
     if not seen:
         raise CalibrationError(

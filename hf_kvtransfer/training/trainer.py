@@ -24,6 +24,23 @@ from .module import KVTransferModule
 from .scales import estimate_scales
 
 
+def stacked(rows: list[Any]) -> dict[str, Any]:
+    """
+    Rows as a batch.
+
+    Raises:
+        [`CalibrationError`]: if they are of different lengths.
+    """
+    lengths = {len(row["input_ids"]) for row in rows if "input_ids" in row}
+    if len(lengths) > 1:
+        raise CalibrationError(
+            f"The rows of one batch have {sorted(lengths)} tokens; expected one length, without padding. Pack the text "
+            "with `TokenRows`."
+        )
+    batch: dict[str, Any] = default_data_collator(rows)
+    return batch
+
+
 class KVMapperTrainer(Trainer):
     """
     `transformers.Trainer` for a mapper. The two models are frozen and live on the trainer: checkpoints, `save_model`
@@ -70,6 +87,11 @@ class KVMapperTrainer(Trainer):
         eval_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, KVTrainingArguments):
+            raise CalibrationError(
+                f"`args` is a {type(args).__name__}; expected `KVTrainingArguments`, which say what the losses are made "
+                "of. It takes every argument of `TrainingArguments`."
+            )
         mapper.check_pair(source=source, target=target)
         evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
         datasets = [dataset for dataset in (train_dataset, *evaluated) if dataset is not None]
@@ -85,7 +107,7 @@ class KVMapperTrainer(Trainer):
         )
         kwargs.setdefault("compute_metrics", module.average)
         # With a tokenizer, Trainer would pad rows that need no padding.
-        kwargs.setdefault("data_collator", default_data_collator)
+        kwargs.setdefault("data_collator", stacked)
         super().__init__(model=module, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.module = module
         self.source: Any = _frozen(source, args.device)
