@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen3Config
+from transformers import Gemma3TextConfig, Qwen3Config, ViTConfig
 
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.costs import conversion_flops, prefill_flops
@@ -14,6 +14,7 @@ from hf_kvtransfer.evaluation import prefill
 from hf_kvtransfer.geometry import ModelGeometry
 from hf_kvtransfer.latency import MachineRates, measure_latency
 from hf_kvtransfer.latency.hardware import hardware_named, known_hardware
+from hf_kvtransfer.latency.measure import convert_arguments
 from hf_kvtransfer.latency.memory import peak_bytes
 from hf_kvtransfer.latency.prediction import Roofline
 from hf_kvtransfer.latency.random_pair import pair_config, random_mapper, random_model, shallow
@@ -319,6 +320,30 @@ class TestBench:
         assert result.exit_code != 0
         assert sentence in " ".join(result.output.replace("│", " ").split())
         assert "Traceback" not in result.output
+
+
+def test_a_model_that_cannot_be_made_is_refused():
+    with pytest.raises(KVTransferError, match="model with random weights can't be made on cpu"):
+        random_model(ViTConfig(), torch.float32, CPU)
+
+
+def test_positions_are_given_where_images_could_be(pair):
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    config = made(*pair, k=1).config
+    assert convert_arguments(config, pair[1], ids) == {}
+    config.source_geometry["rope_parameters"] = {"mrope_section": [1, 1, 2]}
+    assert convert_arguments(config, pair[1], ids)["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_rows_are_drawn(rows, tmp_path):
+    from benchmarks.latency_figure import draw
+
+    made = [{**row, "shape": shape, "recipe": recipe} for row in rows for shape in "ab" for recipe in ("full", "local")]
+    draw(made, tmp_path / "figure.svg")
+    figure = (tmp_path / "figure.svg").read_text()
+    for words in ("context, tokens", "time, seconds", "prefill / conversion", "full heads", "local heads: floor"):
+        assert words in figure
+    assert "anchor" not in figure
 
 
 def test_the_benchmarks_run(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import cache_keyword
+from ..config import KVMapperConfig
 from ..costs import conversion_flops, prefill_flops
 from ..errors import KVTransferError
 from ..evaluation import prefill
@@ -143,6 +144,25 @@ def check_lengths(lengths: Sequence[int], *configs: PreTrainedConfig) -> None:
             )
 
 
+def convert_arguments(config: KVMapperConfig, target: nn.Module | None, input_ids: Tensor) -> dict[str, Any]:
+    """
+    What `convert` has to be given beside the source's cache of a text without padding.
+
+    Args:
+        config ([`KVMapperConfig`]): of the mapper.
+        target (`PreTrainedModel`, *optional*): the target, if the mapper needs it.
+        input_ids (`torch.Tensor` of shape `[batch, tokens]`): of the context.
+    """
+    given: dict[str, Any] = {}
+    # The target reads a part of the context itself only where the mapper was made for that.
+    if config.needs_target:
+        given |= {"target": target, "input_ids": input_ids}
+    # A cache doesn't show that there are no images in it.
+    if any(config.geometry(side).multimodal_positions for side in ("source", "target")):
+        given["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    return given
+
+
 class _Race:
     """The ways of coming to a cache and a first token, over one batch of contexts."""
 
@@ -151,8 +171,7 @@ class _Race:
     ) -> None:
         self.source, self.target, self.mapper, self.ids, self._device = source, target, mapper, ids, device
         self._cache = prefill(source, ids)
-        # The target reads a part of the context itself only where the mapper was made for that.
-        self._given: dict[str, Any] = {"target": target, "input_ids": ids} if mapper.config.needs_target else {}
+        self._given = convert_arguments(mapper.config, target, ids)
         self.ways = {"source": self._source, "native": self._native, "transfer": self._transfer}
 
     def converted(self) -> Any:

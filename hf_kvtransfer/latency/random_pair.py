@@ -1,7 +1,6 @@
 """Models and mappers with random weights, for measuring a pair before anything of it is downloaded or fitted."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,5 +106,5 @@ def random_mapper(
 
 def recipe_fields(config: KVMapperConfig) -> dict[str, Any]:
     """What of a mapper's configuration decides how much a conversion takes."""
-    names: Sequence[str] = ("support", "map_type", "map_options", "anchor_layers", "anchor_start", "entry", "k")
+    names = ("support", "map_type", "map_options", "first_token", "anchor_layers", "anchor_start", "entry", "k")
     return {name: getattr(config, name) for name in (*names, "exact_prefix", "exact_suffix")}

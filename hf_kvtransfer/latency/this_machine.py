@@ -17,6 +17,7 @@ from ..evaluation import prefill
 from ..geometry import ModelGeometry
 from ..mapper import KVMapper
 from ..modules import text_config
+from .measure import convert_arguments
 from .random_pair import pair_config, random_model, shallow, with_random_weights
 from .rates import matmul_rate
 from .timing import interleaved, now
@@ -138,7 +139,7 @@ class ThisMachine:
             model = random_model(few, self._dtype, self._device) if config.needs_target else None
 
             def convert(tokens: int) -> Any:
-                given: dict[str, Any] = {} if model is None else {"target": model, "input_ids": self._ids(tokens)}
+                given = convert_arguments(config, model, self._ids(tokens))
                 return mapper.convert([[states[:, :, :tokens] for states in pair] for pair in cache], **given)
 
             return convert
