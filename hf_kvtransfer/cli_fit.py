@@ -70,15 +70,16 @@ def fit(
     device: Device = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Fit a mapper in closed form and save it."""
+    """Fit a mapper in closed form and save it; under `torchrun -m` or `accelerate launch -m`, with all processes."""
     import torch
 
+    from .calibration.processes import launched
     from .explanation import explanation, in_use
     from .loading import load_model, load_tokenizer
     from .mapper import KVMapper
     from .saving import check_writable
 
-    with typed_errors():
+    with typed_errors(), launched() as shard:
         chosen = parsed_k(k)
         check_writable(output)
         if save_dtype not in ("float32", "bfloat16", "float16", "float64"):
@@ -119,6 +120,9 @@ def fit(
             text_field=text_field,
             **optional,
         )
+        # All processes have solved the same.
+        if shard.rank:
+            return
         mapper.to(saved_as).save_pretrained(output)
         if explain:
             print(explanation(mapper.config))

@@ -24,8 +24,8 @@ from hf_kvtransfer.geometry import decoder_of, tokenizer_fingerprint
 from hf_kvtransfer.rope import RotaryCodec
 
 
-# The module shares its name with the function.
-collect_module = sys.modules["hf_kvtransfer.calibration.collect"]
+# Where each model is read.
+passes_module = sys.modules["hf_kvtransfer.calibration.passes"]
 
 TEXTS = [f"Text {i} tells how {i} things became {i * i} things. " * 8 for i in range(100)]
 SETTINGS = {"sequence_length": 40, "num_sequences": 12, "batch_size": 3, "progress": False}
@@ -181,7 +181,7 @@ def interrupt_after(monkeypatch, calls):
         remaining[0] -= 1
         return capture_content(*arguments, **options)
 
-    monkeypatch.setattr(collect_module, "capture_content", interrupted)
+    monkeypatch.setattr(passes_module, "capture_content", interrupted)
 
 
 class TestCollect:

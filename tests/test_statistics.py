@@ -6,8 +6,10 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from hf_kvtransfer.calibration import CalibrationStatistics, Moments, moments, storage
+from hf_kvtransfer.calibration import CalibrationStatistics, FeatureLayout, Moments, moments, storage
+from hf_kvtransfer.calibration.statistics import bytes_needed
 from hf_kvtransfer.errors import CalibrationError, MapperFileError
 from hf_kvtransfer.geometry import LayerGeometry, ModelGeometry
 
@@ -250,11 +252,11 @@ class TestFiles:
     def test_a_full_disk_leaves_the_old_statistics(self, tmp_path, monkeypatch):
         filled().save(tmp_path)
 
-        def save_file(tensors, path):
+        def write(tensors, path):
             path.write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(storage, "save_file", save_file)
+        monkeypatch.setattr(storage, "_write", write)
         with pytest.raises(OSError, match="No space"):
             filled(3).save(tmp_path)
         assert len(list(tmp_path.iterdir())) == 2
@@ -331,3 +333,40 @@ def test_an_unknown_or_empty_split_is_refused():
         empty().update("test", *rows(3))
     with pytest.raises(CalibrationError, match="'heldout' split of these statistics holds no tokens"):
         empty().moments("heldout", "keys")
+
+
+class TestDisk:
+    def test_sums_on_the_disk_are_those_in_memory_and_leave_nothing_behind(self, tmp_path):
+        mapped, expected = filled(attention_rows=True, disk=tmp_path / "new"), filled(attention_rows=True)
+        assert_close(mapped, expected, rtol=0)
+        assert list((tmp_path / "new").iterdir()) == []
+        mapped.merge(filled(1, attention_rows=True, disk=tmp_path))
+        assert_close(mapped, expected.merge(filled(1, attention_rows=True)), rtol=0)
+        mapped.save(tmp_path)
+        assert_close(CalibrationStatistics.load(tmp_path), expected, rtol=0)
+
+    def test_a_full_disk_is_refused_before_anything_is_summed(self, tmp_path, monkeypatch):
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CalibrationError, match="has no room for sums of 15,360 bytes .No space left on device"):
+            empty(disk=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_is_needed_is_what_is_held(self):
+        for layout in (FeatureLayout(), FeatureLayout(joint=True, window=1)):
+            for dtype in (torch.float32, torch.float64):
+                sums = empty(dtype, layout=layout, attention_rows=True)
+                held = [each for each in tensors_of(sums).items() if each[0].rsplit(".")[-1] in ("sxx", "sxy")]
+                weighted = [m.tensors()[name] for m in sums.weighted.values() for name in ("gram", "cross")]
+                needed = bytes_needed(sums.source, sums.target, layout, dtype, attention_rows=True)
+                assert needed == sum(t.numel() * t.element_size() for t in [*dict(held).values(), *weighted])
+
+    def test_a_written_file_is_what_safetensors_reads_and_writes(self, tmp_path):
+        tensors = {"a": torch.randn(3, 5), "b": torch.randn(7, dtype=torch.float64), "c": torch.arange(4)}
+        digest = storage._write(tensors, tmp_path / "mine")
+        assert digest == hashlib.sha256((tmp_path / "mine").read_bytes()).hexdigest()
+        found = load_file(tmp_path / "mine")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,12 @@ class QueryRecord:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+    def at(self, positions: torch.Tensor, rows: Sequence[int] | None = None) -> QueryRecord:
+        """The queries at some of its positions, of all rows of the batch or of some."""
+        index = torch.searchsorted(self.positions, positions.to(self.positions.device))
+        queries = self.queries if rows is None else self.queries[list(rows)]
+        return replace(self, queries=queries[:, :, index], positions=self.positions[index])
 
 
 class _Recorder:

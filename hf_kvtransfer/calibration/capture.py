@@ -43,12 +43,14 @@ class Content:
         hidden (`list[torch.Tensor]`):
             `[tokens, hidden_size + 1]` per depth: the residual stream there as features
             ([`~hf_kvtransfer.blocks.stream_features`]).
+        whole (`Content`, *optional*): Every token of some rows, where that was asked for.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     previous: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
+    whole: Content | None = None
 
     def rows(self, chosen: Sequence[int], of: int) -> Content:
         """What belongs to some rows of a batch of `of` rows."""
@@ -86,6 +88,7 @@ def capture_content(
     skip: int = 0,
     window: int = 0,
     hidden_at: Sequence[int] = (),
+    whole_rows: Sequence[int] = (),
     on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     on_cache: Callable[[DynamicCache], None] | None = None,
 ) -> Content:
@@ -102,9 +105,9 @@ def capture_content(
         skip (`int`, *optional*, defaults to 0): So many tokens at the start of every row are left out.
         window (`int`, *optional*, defaults to 0): How many previous tokens of each kept one are returned as well.
         hidden_at (`Sequence[int]`, *optional*): Layers whose input is returned as well, as features.
+        whole_rows (`Sequence[int]`, *optional*): Rows of which every token is returned too, as `whole`.
         on_layer (`Callable`, *optional*):
             Called with a layer's index and all its rotated keys and values, `[batch, kv_heads, tokens, head_dim]`.
-
         on_cache (`Callable`, *optional*): Called with the whole cache before it is taken apart.
 
     Returns:
@@ -120,6 +123,9 @@ def capture_content(
         )
     decoder = decoder_of(model)
     ids = input_ids.to(embedding_weight(model).device)
+    kept = [_Kept(None, slice(skip, None, stride), window)]
+    if whole_rows:
+        kept.append(_Kept(list(whole_rows), slice(None), window))
     # No config: with one, sliding-window layers would forget all but their window.
     cache = DynamicCache()
     # A model's own precision is what its caches will have, whatever the caller computes in.
@@ -127,27 +133,44 @@ def capture_content(
         torch.inference_mode(),
         evaluation_mode(model),
         torch.autocast(ids.device.type, enabled=False),
-        _hidden_states(decoder, hidden_at, slice(skip, None, stride)) as hidden,
+        _hidden_states(decoder, hidden_at, kept) as hidden,
     ):
         decoder(input_ids=ids, use_cache=True, **{cache_keyword(decoder): cache})
     if on_cache is not None:
         on_cache(cache)
     # Outside inference mode, so that what is returned can be trained on.
-    content = _flattened(cache, codec, ids.shape, slice(skip, None, stride), window, on_layer)
     with torch.no_grad():
-        content.hidden = [hidden[layer].to(content.keys.device).flatten(0, 1).clone() for layer in hidden_at]
-    return content
+        contents = _flattened(cache, codec, ids.shape, kept, on_layer)
+        for index, content in enumerate(contents):
+            content.hidden = [hidden[layer][index].to(content.keys.device).flatten(0, 1).clone() for layer in hidden_at]
+    contents[0].whole = contents[1] if whole_rows else None
+    return contents[0]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which rows (all if `None`) and which of their tokens are kept, with how many previous ones."""
+
+    rows: list[int] | None
+    every: slice
+    window: int
+
+    def of(self, batch: torch.Tensor) -> torch.Tensor:
+        """The rows of `[batch, …]`."""
+        return batch if self.rows is None else batch[self.rows]
 
 
 @contextmanager
-def _hidden_states(decoder: Any, layers: Sequence[int], kept: slice) -> Iterator[dict[int, torch.Tensor]]:
+def _hidden_states(
+    decoder: Any, layers: Sequence[int], kept: Sequence[_Kept]
+) -> Iterator[dict[int, list[torch.Tensor]]]:
     """Notes the input of some decoder layers during a forward pass, of the kept tokens, as features."""
-    noted: dict[int, torch.Tensor] = {}
+    noted: dict[int, list[torch.Tensor]] = {}
 
     def note(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states = arguments[0] if arguments else keywords["hidden_states"]
-            noted[layer] = stream_features(states[:, kept])
+            noted[layer] = [stream_features(each.of(states)[:, each.every]) for each in kept]
 
         return hook
 
@@ -159,24 +182,24 @@ def _hidden_states(decoder: Any, layers: Sequence[int], kept: slice) -> Iterator
             handle.remove()
 
 
-@torch.no_grad()
 def _flattened(
     cache: DynamicCache,
     codec: RotaryCodec,
     shape: torch.Size,
-    every: slice,
-    window: int,
+    kept: Sequence[_Kept],
     on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] | None,
-) -> Content:
+) -> list[Content]:
     batch, tokens = shape
-    # The same for every row; first the kept tokens, then those before each.
-    kept = torch.arange(tokens)[every]
-    wanted = [(kept - lag).clamp(min=0)[None] for lag in range(window + 1)]
     widths = [layer.keys.shape[1] * layer.keys.shape[3] for layer in cache.layers]
-    rows, device = batch * len(kept), cache.layers[0].keys.device
-    empty = partial(torch.empty, rows, sum(widths), dtype=torch.float32, device=device)
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = [(empty(), empty()) for _ in wanted]
-    tables: dict[torch.device, list[Any]] = {}
+    device = cache.layers[0].keys.device
+    # Of each what is kept: per token, and per token before it, where it lies in a row and what becomes of it.
+    parts: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
+    for each in kept:
+        positions = torch.arange(tokens)[each.every]
+        rows = (batch if each.rows is None else len(each.rows)) * len(positions)
+        empty = partial(torch.empty, rows, sum(widths), dtype=torch.float32, device=device)
+        parts.append([((positions - lag).clamp(min=0), empty(), empty()) for lag in range(each.window + 1)])
+    tables: dict[torch.device, list[list[Any]]] = {}
     start = 0
     for index, (width, layer) in enumerate(zip(widths, cache.layers, strict=True)):
         if on_layer is not None:
@@ -184,17 +207,24 @@ def _flattened(
         here = layer.keys.device
         if here not in tables:
             # Once per device the model is spread over.
-            tables[here] = [codec.tables(positions.to(here), here) for positions in wanted]
-        for (keys, values), positions, table in zip(parts, wanted, tables[here], strict=True):
-            chosen = every if positions is wanted[0] else positions[0].to(here)
-            content = codec.remove(layer.keys[:, :, chosen], table, index)
-            keys[:, start : start + width].copy_(content.transpose(1, 2).reshape(rows, width))
-            values[:, start : start + width].copy_(layer.values[:, :, chosen].transpose(1, 2).reshape(rows, width))
+            tables[here] = [[codec.tables(positions[None].to(here), here) for positions, *_ in lags] for lags in parts]
+        for each, lags, tables_of_lags in zip(kept, parts, tables[here], strict=True):
+            # One copy of the rows, or none, for all lags.
+            states = each.of(layer.keys), each.of(layer.values)
+            for lag, ((positions, keys, values), table) in enumerate(zip(lags, tables_of_lags, strict=True)):
+                chosen = positions.to(here) if lag else each.every
+                content = codec.remove(states[0][:, :, chosen], table, index), states[1][:, :, chosen]
+                for flat, heads in zip((keys, values), content, strict=True):
+                    rows_of_tokens = heads.transpose(1, 2)
+                    flat.view(*rows_of_tokens.shape[:2], -1)[..., start : start + width].unflatten(
+                        2, rows_of_tokens.shape[2:]
+                    ).copy_(rows_of_tokens)
         # Large: the layer has been read, let go of it.
         layer.keys = layer.values = None
         start += width
-    _check_finite(*parts[0], widths)
-    return Content(*parts[0], parts[1:])
+    for lags in parts:
+        _check_finite(*lags[0][1:], widths)
+    return [Content(*lags[0][1:], [(keys, values) for _, keys, values in lags[1:]]) for lags in parts]
 
 
 def _check_finite(keys: torch.Tensor, values: torch.Tensor, widths: list[int]) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import tempfile
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import partial
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +18,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .._version import __version__
-from ..conversion import anchor_output
 from ..errors import CalibrationError
 from ..geometry import ModelGeometry, tokenizer_fingerprint
+from ..memory import available_memory
 from ..pairing import weight_sample
 from ..rope import RotaryCodec
-from .capture import Content, capture_content, embedding_weight
+from .capture import embedding_weight
+from .checkpoints import Collection, finish
 from .layout import FeatureLayout
-from .rows import AttentionRows
-from .sample import take_sample
-from .statistics import SPLITS, CalibrationStatistics
-from .storage import STATISTICS_NAME
+from .passes import Passes
+from .processes import Shard, pool
+from .statistics import CalibrationStatistics, bytes_needed
+from .storage import exclusive
 from .texts import check_whole, describe_source, iter_texts, pack
 
 
@@ -41,18 +39,8 @@ if TYPE_CHECKING:
     from ..mapper import KVMapper
 
 
-# What must agree for a collection to go on where it stopped; the batch size and the number of sequences may change.
-_SETTINGS = (
-    "dataset",
-    "sequence_length",
-    "token_stride",
-    "heldout_fraction",
-    "attention_rows",
-    "sample_tokens",
-    "anchored_by",
-    "source_dtype",
-    "target_dtype",
-)
+# Sums that take more of the free main memory than this go to the disk: models and batches need some too.
+_MOST_OF_MEMORY = 0.7
 
 
 def collect(
@@ -78,6 +66,7 @@ def collect(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 16,
     resume: bool = True,
+    sums_on_disk: bool | None = None,
     progress: bool = True,
 ) -> CalibrationStatistics:
     """
@@ -120,7 +109,14 @@ def collect(
             moment, costs the batches since the last save and nothing else.
         checkpoint_every (`int`, *optional*, defaults to 16): Batches between two saves.
         resume (`bool`, *optional*, defaults to `True`): Go on from what is in `checkpoint_dir`, else start over.
+        sums_on_disk (`bool`, *optional*):
+            Keep the large sums in files, of `checkpoint_dir` if given, that are mapped into memory. By default only if
+            they take more than most of the main memory. It is slow if the disk is.
         progress (`bool`, *optional*, defaults to `True`): Show a progress bar, if standard error is a terminal.
+
+    Where `torch.distributed` is initialised, as by `torchrun` or `accelerate launch`, each process reads its own share
+    of the sequences (number `i` modulo the processes), and all get the sums of one process to rounding. Every process
+    must be given the same text. Each keeps its part in a folder inside `checkpoint_dir`, and goes on from there.
 
     Returns:
         `CalibrationStatistics`
@@ -128,7 +124,8 @@ def collect(
     Raises:
         CalibrationError:
             If an argument is impossible, the tokenizers differ, a token id is outside a model's vocabulary, there is
-            too little text, or the checkpoint is of another collection.
+            too little text, the checkpoint is of another collection or of another number of processes, somebody else
+            writes to it, or the disk has no room.
         MapperFileError: If the checkpoint is damaged.
     """
     if not isinstance(heldout_fraction, int | float) or not 0 <= heldout_fraction < 1:
@@ -153,7 +150,11 @@ def collect(
     if manifest is None:
         manifest = {"source_weights": weight_sample(source), "target_weights": weight_sample(target)}
     geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)
-    expected = _Collection(
+    folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
+    layout, shard = layout or FeatureLayout(), Shard.current()
+    needed = bytes_needed(*geometries, layout, dtype, attention_rows)
+    place, disk = _place(needed, device, sums_on_disk, folder, source)
+    expected = Collection(
         source=geometries[0],
         target=geometries[1],
         tokenizer_fingerprint=_shared_fingerprint(tokenizer, fingerprints),
@@ -178,177 +179,63 @@ def collect(
         # As it will read when it comes back from a file.
         manifest=json.loads(json.dumps(manifest)),
         dtype=dtype,
-        device=torch.device(device) if device is not None else _roomy_device(*geometries, dtype, source, layout),
-        layout=layout or FeatureLayout(),
+        device=place,
+        layout=layout,
+        attention_rows=attention_rows,
+        disk=disk,
     )
     rows = pack(iter_texts(texts), tokenizer, sequence_length, num_sequences)
-    folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
-    if folder is not None and resume and (folder / STATISTICS_NAME).exists():
-        statistics = expected.resume(folder)
-        digest = _skip_rows(rows, statistics.calibration, num_sequences)
-    else:
-        statistics, digest = expected.start(), hashlib.sha256()
-
-    codecs = RotaryCodec.from_model(source), RotaryCodec.from_model(target)
-    limit = min(_vocabulary(source), _vocabulary(target))
-    known = len(tokenizer.get_vocab())
-    if known < limit / 2:
-        raise CalibrationError(
-            f"The tokenizer knows {known} tokens, the models have {limit} embeddings; expected the tokenizer that both "
-            "were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
+    with ExitStack() as held:
+        if folder is not None:
+            held.enter_context(exclusive(folder if shard.rank == 0 else shard.folder(folder)))
+        statistics, digest = expected.begin(folder, resume, rows, num_sequences, shard)
+        codecs = RotaryCodec.from_model(source), RotaryCodec.from_model(target)
+        limit = min(_vocabulary(source), _vocabulary(target))
+        known = len(tokenizer.get_vocab())
+        if known < limit / 2:
+            raise CalibrationError(
+                f"The tokenizer knows {known} tokens, the models have {limit} embeddings; expected the tokenizer that "
+                "both were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
+            )
+        passes = Passes(
+            source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens, anchored_by
         )
-    reading = _Reading(
-        source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens, anchored_by
-    )
-    unsaved = 0
-    with tqdm(
-        total=num_sequences,
-        initial=statistics.calibration["sequences"],
-        desc="Calibrating",
-        unit="sequence",
-        disable=None if progress else True,
-    ) as bar:
-        while batch := list(islice(rows, batch_size)):
-            for row in batch:
-                _check_vocabulary(row, limit)
-                digest.update(array("q", row).tobytes())
-            reading.add(statistics, torch.tensor(batch))
-            statistics.calibration["sequences"] += len(batch)
-            statistics.calibration["rows_sha256"] = digest.hexdigest()
-            bar.update(len(batch))
-            unsaved += 1
-            if folder is not None and unsaved == checkpoint_every:
-                statistics.save(folder)
-                unsaved = 0
-    if folder is not None and unsaved:
-        statistics.save(folder)
+        own = None if folder is None else shard.folder(folder)
+        unsaved = 0
+        with tqdm(
+            total=num_sequences,
+            initial=statistics.calibration["sequences"],
+            desc="Calibrating",
+            unit="sequence",
+            disable=None if progress and shard.rank == 0 else True,
+        ) as bar:
+            # Every process sees all rows, and reads its own: they are packed and told apart in one order.
+            while batch := list(islice(rows, batch_size * shard.world)):
+                first = statistics.calibration["sequences"]
+                for row in batch:
+                    _check_vocabulary(row, limit)
+                    digest.update(array("q", row).tobytes())
+                mine = [
+                    (index, row)
+                    for index, row in enumerate(batch, first)
+                    if shard.owns(index, passes.is_sampled(index, sequence_length))
+                ]
+                for start in range(0, len(mine), batch_size):
+                    indices, chosen = zip(*mine[start : start + batch_size], strict=True)
+                    passes.add(statistics, torch.tensor(chosen), indices)
+                statistics.calibration["sequences"] += len(batch)
+                statistics.calibration["rows_sha256"] = digest.hexdigest()
+                bar.update(len(batch))
+                unsaved += 1
+                if own is not None and unsaved == checkpoint_every:
+                    statistics.save(own)
+                    unsaved = 0
+        if shard.world > 1:
+            statistics.calibration.pop("part")
+            pool(statistics)
+        if folder is not None and (unsaved or shard.world > 1):
+            finish(statistics, folder, shard)
     return statistics
-
-
-@dataclass
-class _Collection:
-    """What a collection is about, before its sums exist: they are large, and a resumed one brings its own."""
-
-    source: ModelGeometry
-    target: ModelGeometry
-    tokenizer_fingerprint: str
-    calibration: dict[str, Any]
-    manifest: dict[str, Any]
-    dtype: torch.dtype
-    device: torch.device
-    layout: FeatureLayout
-
-    def start(self) -> CalibrationStatistics:
-        return CalibrationStatistics(**vars(self))
-
-    def resume(self, folder: Path) -> CalibrationStatistics:
-        found = CalibrationStatistics.load(folder, mmap=False)
-        differences = []
-        for side, mine, theirs in (("source", self.source, found.source), ("target", self.target, found.target)):
-            differences += [f"{side} model: {difference}" for difference in mine.differences(theirs)]
-        if found.tokenizer_fingerprint != self.tokenizer_fingerprint:
-            differences.append("the tokenizer")
-        if found.dtype != self.dtype:
-            differences.append(f"dtype is {self.dtype}, was {found.dtype}")
-        if found.layout != self.layout:
-            differences.append(f"features are {self.layout}, were {found.layout}")
-        for name in _SETTINGS:
-            given, stored = self.calibration[name], found.calibration.get(name)
-            if given != stored:
-                differences.append(f"{name} is {given!r}, was {stored!r}")
-        # Parts of a manifest are whole configurations, too long for a sentence.
-        names = {**self.manifest, **found.manifest}
-        differences += [name for name in names if self.manifest.get(name) != found.manifest.get(name)]
-        if differences:
-            raise _other_collection(folder, "; ".join(differences))
-        return found.to(self.device)
-
-
-def _other_collection(folder: Path, what: str) -> CalibrationError:
-    return CalibrationError(
-        f"The checkpoint in {folder} is of another collection ({what}). Pass another folder as `statistics_dir` "
-        "(`checkpoint_dir` of `collect`), or resume=False to start over and replace it."
-    )
-
-
-def _skip_rows(rows: Iterator[list[int]], calibration: dict[str, Any], num_sequences: int | None) -> Any:
-    """Pass over the rows that a checkpoint has seen, and check that they are the same. Returns their running hash."""
-    done = calibration["sequences"]
-    if num_sequences is not None and done > num_sequences:
-        raise CalibrationError(
-            f"The checkpoint already holds {done} sequences, more than num_sequences = {num_sequences}. Ask for at "
-            f"least {done}, or pass resume=False to start over."
-        )
-    digest = hashlib.sha256()
-    for row in islice(rows, done):
-        digest.update(array("q", row).tobytes())
-    if digest.hexdigest() != calibration.get("rows_sha256"):
-        raise CalibrationError(
-            f"The first {done} sequences aren't those that the checkpoint has seen: the text, its order or its "
-            "tokenization changed, or the statistics were merged. Pass the same text, or resume=False to start over."
-        )
-    return digest
-
-
-@dataclass
-class _Reading:
-    """What is done with each batch."""
-
-    source: nn.Module
-    target: nn.Module
-    codecs: tuple[RotaryCodec, RotaryCodec]
-    stride: int
-    heldout_fraction: float
-    attention_rows: bool
-    sample_tokens: int
-    anchored_by: KVMapper | None
-
-    def add(self, statistics: CalibrationStatistics, ids: torch.Tensor) -> None:
-        """Adds a batch of shape `[rows, tokens]`, each row to its split."""
-        layout, rows = statistics.layout, ids.shape[0]
-        first = statistics.calibration["sequences"]
-        heldout = [row for row in range(rows) if _is_heldout(first + row, self.heldout_fraction)]
-        fit = [row for row in range(rows) if row not in heldout]
-        weights = None
-        stream = None if self.anchored_by is None else partial(self._stream, self.anchored_by)
-        streams: list[torch.Tensor] = []
-        read = capture_content(
-            self.source,
-            self.codecs[0],
-            ids,
-            stride=self.stride,
-            skip=layout.skip,
-            window=layout.window,
-            on_cache=None if stream is None else lambda cache: streams.append(stream(cache, ids)),
-        )
-        if self.attention_rows and fit:
-            weights = AttentionRows(self.target, ids.shape[1], slice(layout.skip, None, self.stride))
-            with weights.recording() as on_layer:
-                predicted = self._capture_target(ids, layout, on_layer)
-        else:
-            predicted = self._capture_target(ids, layout)
-        if streams:
-            predicted.hidden[-1] = streams[0][:, :: self.stride].to(predicted.hidden[-1]).flatten(0, 1)
-        for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
-            if chosen:
-                parts = (read, predicted) if len(chosen) == rows else (c.rows(chosen, rows) for c in (read, predicted))
-                statistics.update_content(split, *parts)
-        if weights is not None:
-            weights.add_to(statistics, read.rows(fit, rows), predicted.rows(fit, rows), fit)
-        held = statistics.sample.sequences if statistics.sample is not None else 0
-        missing = heldout[: max(math.ceil(self.sample_tokens / ids.shape[1]) - held, 0)]
-        if missing:
-            taken = take_sample(self.source, self.target, self.codecs, ids[missing], layout, stream=stream)
-            statistics.sample = taken if statistics.sample is None else statistics.sample.extended(taken)
-
-    def _stream(self, mapper: KVMapper, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-        return anchor_output(mapper, cache, self.target, ids.to(embedding_weight(self.target).device))
-
-    def _capture_target(self, ids: torch.Tensor, layout: FeatureLayout, on_layer: Any = None) -> Content:
-        codec, depths = self.codecs[1], layout.anchors
-        return capture_content(
-            self.target, codec, ids, stride=self.stride, skip=layout.skip, hidden_at=depths, on_layer=on_layer
-        )
 
 
 def _entry_digest(mapper: KVMapper) -> str:
@@ -357,12 +244,6 @@ def _entry_digest(mapper: KVMapper) -> str:
     weights = b"" if entry is None else entry.weight.detach().float().cpu().contiguous().numpy().tobytes()
     described = f"{config.anchor_start} {config.anchor_layers} {config.exact_prefix} {config.entry}".encode()
     return hashlib.sha256(described + weights).hexdigest()
-
-
-def _is_heldout(index: int, fraction: float) -> bool:
-    """Evenly spread from the second sequence on: two sequences already give one of each split."""
-    share = Fraction(str(fraction))
-    return index > 0 and math.ceil(index * share) > math.ceil((index - 1) * share)
 
 
 def _shared_fingerprint(tokenizer: PreTrainedTokenizerBase, fingerprints: tuple[str, str] | None) -> str:
@@ -394,14 +275,18 @@ def _dtype_name(model: nn.Module) -> str:
     return str(next(dtypes, None)).removeprefix("torch.")
 
 
-def _roomy_device(
-    source: ModelGeometry, target: ModelGeometry, dtype: torch.dtype, model: nn.Module, layout: FeatureLayout | None
-) -> torch.device:
-    """The model's own device if the sums fit there with as much again to spare for activations, else the CPU."""
-    device = embedding_weight(model).device
-    if device.type != "cuda":
-        return torch.device("cpu")
-    layout = layout or FeatureLayout()
-    width, outputs = layout.source_width(source, target), layout.target_width(target)
-    needed = len(SPLITS) * len(layout.names) * width * (width + outputs) * dtype.itemsize
-    return device if 2 * needed < torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+def _place(
+    needed: int, device: torch.device | str | None, disk: bool | None, folder: Path | None, model: nn.Module
+) -> tuple[torch.device, Path | None]:
+    """
+    Where sums of so many bytes live: the device, and the folder whose disk holds them if main memory can't. By default
+    the model's own accelerator, if they fit there with as much again to spare for activations.
+    """
+    own = embedding_weight(model).device
+    if device is None:
+        roomy = own.type == "cuda" and not disk and 2 * needed < torch.cuda.mem_get_info(own)[0]
+        device = own if roomy else "cpu"
+    device = torch.device(device)
+    if disk is None:
+        disk = device.type == "cpu" and needed > _MOST_OF_MEMORY * available_memory()
+    return device, (folder or Path(tempfile.gettempdir())) if disk else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 
 import torch
 
 from ..errors import CalibrationError
+from ..memory import zeros
 
 
 BLOCK_ROWS = 1024
@@ -88,6 +91,8 @@ class Moments:
         dtype (`torch.dtype`, *optional*, defaults to `torch.float64`):
             Precision of the two large sums, `torch.float64` or `torch.float32`. Means and `syy` are always float64.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the sums live.
+        disk (`str` or `os.PathLike`, *optional*):
+            A folder whose disk holds the two large sums instead, on the CPU; see [`~hf_kvtransfer.memory.zeros`].
 
     Attributes:
         count (`int`): Number `n` of rows (tokens) seen.
@@ -102,14 +107,16 @@ class Moments:
         target_width: int,
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
+        disk: str | os.PathLike[str] | None = None,
     ) -> None:
         check_precision(dtype)
         self.count = 0
         self.mean_x = torch.zeros(source_width, dtype=torch.float64, device=device)
         self.mean_y = torch.zeros(target_width, dtype=torch.float64, device=device)
-        self.sxy = torch.zeros(source_width, target_width, dtype=dtype, device=device)
         self.syy = torch.zeros(target_width, dtype=torch.float64, device=device)
-        self._sxx = torch.zeros(source_width, source_width, dtype=dtype, device=device)
+        self.sxy, self._sxx = (
+            zeros((source_width, width), dtype, device, disk) for width in (target_width, source_width)
+        )
         # Only the upper panels are summed; the rest is filled in when somebody reads.
         self._mirrored = True
 
@@ -196,6 +203,33 @@ class Moments:
         self.mean_x.add_(shift_x, alpha=other.count / total)
         self.mean_y.add_(shift_y, alpha=other.count / total)
         self.count = total
+
+    def pool(self, add: Callable[[torch.Tensor], None]) -> None:
+        """
+        Put together what several processes have summed, in place; each ends up with the same.
+
+        Args:
+            add (`Callable`): Sums a tensor over all processes, in place; each calls it in the same order.
+        """
+        own = self.count
+        count = torch.tensor([own], dtype=torch.float64, device=self.device)
+        add(count)
+        self.count = int(count)
+        if self.count == 0:
+            return
+        shifts = []
+        for mean in (self.mean_x, self.mean_y):
+            before = mean.clone()
+            add(mean.mul_(own / self.count))
+            shifts.append(before.sub_(mean))
+        shift_x, shift_y = shifts
+        narrow_x, narrow_y = shift_x.to(self.dtype), shift_y.to(self.dtype)
+        self._sxx.addr_(narrow_x, narrow_x, alpha=own)
+        self.sxy.addr_(narrow_x, narrow_y, alpha=own)
+        self.syy.add_(shift_y.square(), alpha=own)
+        for sums in (self._sxx, self.sxy, self.syy):
+            add(sums)
+        self._mirrored = False
 
     def to(self, device: torch.device | str) -> Moments:
         """These moments on another device; itself if they are there already."""

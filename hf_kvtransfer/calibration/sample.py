@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ..rope import RotaryCodec
 
 
+SAMPLE_QUERIES = 32
+"""At how many log-spaced positions of a sequence its queries are kept."""
+
+
 @dataclass
 class AttentionSample:
     """
@@ -125,7 +129,7 @@ def take_sample(
     codecs: Sequence[RotaryCodec],
     input_ids: torch.Tensor,
     layout: FeatureLayout,
-    queries: int = 32,
+    queries: int = SAMPLE_QUERIES,
     stream: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
 ) -> AttentionSample:
     """
@@ -151,14 +155,36 @@ def take_sample(
         window=layout.window,
         on_cache=None if stream is None else lambda cache: streams.append(stream(cache, input_ids)),
     )
-    positions = boundaries(input_ids.shape[1], queries)
-    with record_queries(target, positions=positions) as records:
+    with record_queries(target, positions=boundaries(input_ids.shape[1], queries)) as records:
         predicted = capture_content(target, codecs[1], input_ids, stride=1, hidden_at=layout.anchors)
-    if streams:
-        own = predicted.hidden[-1].view(*input_ids.shape, -1)
-        predicted.hidden[-1] = torch.cat([own[:, : layout.skip], streams[0].to(own)], dim=1).flatten(0, 1)
-    cpu = [_record_on_cpu(records[layer]) for layer in range(codecs[1].geometry.num_layers)]
-    return AttentionSample(input_ids.shape[0], _on_cpu(read), _on_cpu(predicted), cpu)
+    recorded = [records[layer] for layer in range(codecs[1].geometry.num_layers)]
+    return sample_of(read, predicted, recorded, input_ids.shape[0], layout.skip, *streams)
+
+
+def sample_of(
+    source: Content,
+    target: Content,
+    records: Sequence[QueryRecord],
+    sequences: int,
+    skip: int = 0,
+    stream: torch.Tensor | None = None,
+) -> AttentionSample:
+    """
+    A sample, on the CPU, from what was captured of every token of some sequences.
+
+    Args:
+        source (`Content`): Of the source.
+        target (`Content`): Of the target.
+        records (`Sequence[QueryRecord]`): Per target layer its queries in these sequences.
+        sequences (`int`): How many.
+        skip (`int`, *optional*, defaults to 0): Tokens before the first that `stream` holds.
+        stream (`torch.Tensor` of shape `[sequences, tokens − skip, hidden_size + 1]`, *optional*):
+            What stands in for the target's own stream at the last depth.
+    """
+    if stream is not None:
+        own = target.hidden[-1].view(sequences, -1, stream.shape[-1])
+        target.hidden[-1] = torch.cat([own[:, :skip], stream.to(own)], dim=1).flatten(0, 1)
+    return AttentionSample(sequences, _on_cpu(source), _on_cpu(target), [_record_on_cpu(each) for each in records])
 
 
 def _record_on_cpu(record: QueryRecord) -> QueryRecord:

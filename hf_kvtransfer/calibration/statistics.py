@@ -15,18 +15,48 @@ from ..errors import CalibrationError
 from ..features import KINDS, Support
 from .layout import FeatureLayout
 from .moments import Moments
+from .weighted import WeightedMoments
 
 
 if TYPE_CHECKING:
     import os
 
-    from ..geometry import ModelGeometry
+    from ..geometry import LayerGeometry, ModelGeometry
     from .capture import Content
     from .sample import AttentionSample
-    from .weighted import WeightedMoments
 
 
 SPLITS = ("fit", "heldout")
+
+
+def head_local_width(source: ModelGeometry, target: LayerGeometry) -> int:
+    """How many features of one kind a KV head of a target layer has that reads its own heads of all source layers."""
+    return Support(tuple(range(source.num_layers)), heads="local").width(source, target, 0)
+
+
+def bytes_needed(
+    source: ModelGeometry,
+    target: ModelGeometry,
+    layout: FeatureLayout,
+    dtype: torch.dtype,
+    attention_rows: bool = False,
+) -> int:
+    """
+    Bytes of the large sums, from geometries alone.
+
+    Args:
+        source (`ModelGeometry`): Of the model whose cache is read.
+        target (`ModelGeometry`): Of the model whose cache is predicted.
+        layout ([`FeatureLayout`]): What is summed.
+        dtype (`torch.dtype`): Precision of the sums.
+        attention_rows (`bool`, *optional*, defaults to `False`): Whether there are sums of attention-weighted rows.
+    """
+    width, outputs = layout.source_width(source, target), layout.target_width(target)
+    numbers = len(SPLITS) * len(layout.names) * width * (width + outputs)
+    for layer in target.layers if attention_rows else ():
+        own = head_local_width(source, layer)
+        numbers += len(KINDS) * layer.kv_heads * own * (own + layer.head_dim)
+    return numbers * dtype.itemsize
 
 
 class CalibrationStatistics:
@@ -46,6 +76,8 @@ class CalibrationStatistics:
         dtype (`torch.dtype`, *optional*, defaults to `torch.float64`): Precision of the large sums.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the sums live.
         layout ([`FeatureLayout`], *optional*): What is summed beyond the plain features; nothing by default.
+        attention_rows (`bool`, *optional*, defaults to `False`): Whether there are sums of attention-weighted rows.
+        disk (`str` or `os.PathLike`, *optional*): A folder on the disk that holds the large sums instead of memory.
 
     Attributes:
         splits (`dict[str, dict[str, Moments]]`):
@@ -66,6 +98,8 @@ class CalibrationStatistics:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
         layout: FeatureLayout | None = None,
+        attention_rows: bool = False,
+        disk: str | os.PathLike[str] | None = None,
     ) -> None:
         self.source = source
         self.target = target
@@ -74,8 +108,16 @@ class CalibrationStatistics:
         self.manifest: dict[str, Any] = copy.deepcopy(manifest) if manifest else {}
         self.layout = layout or FeatureLayout()
         widths = self.layout.source_width(source, target), self.layout.target_width(target)
-        self.splits = {split: {name: Moments(*widths, dtype, device) for name in self.layout.names} for split in SPLITS}
-        self.weighted: dict[tuple[int, str], WeightedMoments] = {}
+        self.splits = {
+            split: {name: Moments(*widths, dtype, device, disk) for name in self.layout.names} for split in SPLITS
+        }
+        self.weighted = {
+            (index, kind): WeightedMoments(
+                layer.kv_heads, head_local_width(source, layer), layer.head_dim, dtype, device, disk
+            )
+            for index, layer in enumerate(target.layers if attention_rows else ())
+            for kind in KINDS
+        }
         self.sample: AttentionSample | None = None
 
     @property
@@ -96,6 +138,19 @@ class CalibrationStatistics:
         for key, weighted in self.weighted.items():
             tensors = {name: tensor.to(device) for name, tensor in weighted.tensors().items()}
             self.weighted[key] = type(weighted).from_tensors(weighted.count, tensors)
+        return self
+
+    def take(self, other: CalibrationStatistics) -> CalibrationStatistics:
+        """Copy sums of the same shape, wherever they live. Returns `self`."""
+        pairs: list[Any] = [
+            (self.splits[split][name], other.splits[split][name]) for split in SPLITS for name in self.layout.names
+        ]
+        pairs += [(mine, other.weighted[key]) for key, mine in self.weighted.items()]
+        for mine, theirs in pairs:
+            for name, tensor in mine.tensors().items():
+                tensor.copy_(theirs.tensors()[name])
+            mine.count = theirs.count
+        self.calibration, self.manifest, self.sample = other.calibration, other.manifest, other.sample
         return self
 
     def moments(self, split: str, kind: str) -> Moments:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from ..errors import MapperFileError
+from ..errors import CalibrationError, MapperFileError
 from ..features import KINDS
 from ..geometry import ModelGeometry
 from .layout import FeatureLayout
@@ -31,8 +31,10 @@ from .weighted import WeightedMoments
 
 STATISTICS_NAME = "statistics.json"
 _DATA_PREFIX = "moments-"
+_LOCK_NAME = ".lock"
 _FORMAT = 3
 _BLOCK_BYTES = 1 << 24
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64"}
 
 
 def save_statistics(statistics: CalibrationStatistics, folder: str | os.PathLike[str]) -> None:
@@ -52,8 +54,7 @@ def save_statistics(statistics: CalibrationStatistics, folder: str | os.PathLike
         tensors |= {f"sample.{name}": tensor for name, tensor in sample.tensors().items()}
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _temporary(folder) as path:
-        save_file(tensors, path)
-        digest = _sha256(path)
+        digest = _write(tensors, path)
         data_name = f"{_DATA_PREFIX}{digest[:16]}.safetensors"
         _commit(path, folder / data_name)
     body = {
@@ -153,6 +154,30 @@ def load_statistics(folder: str | os.PathLike[str], mmap: bool = True, verify: b
     return statistics
 
 
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """
+    Keeps others from writing statistics to a folder while it lasts. The system lets go of it with the process, however
+    that ends, so that nothing stale is left.
+
+    Raises:
+        CalibrationError: Somebody else is at it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise CalibrationError(
+            f"Another process is collecting statistics in {folder}; expected a folder that nobody else writes to. Wait "
+            "until it has finished, or pass another folder as `statistics_dir` (`checkpoint_dir` of `collect`)."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _read_body(path: Path) -> dict[str, Any]:
     advice = "Collect the statistics again with `calibration.collect`, or pass the folder they were saved in."
     try:
@@ -169,6 +194,34 @@ def _read_body(path: Path) -> dict[str, Any]:
             "statistics again, or update hf_kvtransfer if theirs is the newer format."
         )
     return body
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
+    """
+    A safetensors file, and its SHA-256: the length of the header, the header, all tensors. Piece by piece, as the sums
+    may be larger than memory, and `safetensors.torch` would first copy all of them.
+    """
+    # The format asks for no order. Large tensors of wide numbers first: mapped, each then lies where it may, and the
+    # large ones where products of them are fastest.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, -item[1].numel(), item[0]))
+    entries, stop = {}, 0
+    for name, tensor in ordered:
+        start, stop = stop, stop + tensor.numel() * tensor.dtype.itemsize
+        dtype = _DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % 64)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for part in (len(header).to_bytes(8, "little"), header):
+            file.write(part)
+            digest.update(part)
+        for _, tensor in ordered:
+            for piece in tensor.view(-1).split(_BLOCK_BYTES // 8):
+                content = piece.cpu().numpy().data
+                file.write(content)
+                digest.update(content)
+    return digest.hexdigest()
 
 
 def _body_digest(body: dict[str, Any]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..errors import CalibrationError
+from ..memory import zeros
 from .moments import BLOCK_ROWS, centred, check_precision, panels
 
 
@@ -50,6 +52,7 @@ class WeightedMoments:
         dtype (`torch.dtype`, *optional*, defaults to `torch.float64`):
             Precision of the large sums, `torch.float64` or `torch.float32`. Means and `syy` are always float64.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the sums live.
+        disk (`str` or `os.PathLike`, *optional*): A folder whose disk holds the large sums, as in [`Moments`].
 
     Attributes:
         count (`int`): Number `n` of rows (tokens) seen.
@@ -66,6 +69,7 @@ class WeightedMoments:
         head_dim: int,
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
+        disk: str | os.PathLike[str] | None = None,
     ) -> None:
         check_precision(dtype)
         self.count = 0
@@ -74,7 +78,7 @@ class WeightedMoments:
             torch.zeros(shape, dtype=torch.float64, device=device) for shape in small
         )
         self._gram, self._cross = (
-            torch.zeros(heads, features, width, dtype=dtype, device=device) for width in (features, head_dim)
+            zeros((heads, features, width), dtype, device, disk) for width in (features, head_dim)
         )
         # Only the upper panels are summed; the rest is filled in when somebody reads.
         self._mirrored = True
@@ -174,6 +178,29 @@ class WeightedMoments:
         self._squares.add_(other._squares.to(self._squares))
         self._mirrored = self._mirrored and other._mirrored
         self.count += other.count
+
+    def pool(self, add: Callable[[torch.Tensor], None]) -> None:
+        """Put together what several processes have summed, in place, as in [`Moments`]."""
+        count = torch.tensor([self.count], dtype=torch.float64, device=self.device)
+        add(count)
+        self.count = int(count)
+        own = self.mass.clone()
+        add(self.mass)
+        # Heads that nobody reads stay without a mean.
+        share = torch.where(self.mass > 0, own / self.mass, 0.0)[:, None]
+        shifts = []
+        for mean in (self._mean_x, self._mean_y):
+            before = mean.clone()
+            add(mean.mul_(share))
+            shifts.append(before.sub_(mean))
+        shift_x, shift_y = shifts
+        left = (shift_x * own[:, None]).to(self.dtype)[:, :, None]
+        self._gram.baddbmm_(left, shift_x.to(left)[:, None])
+        self._cross.baddbmm_(left, shift_y.to(left)[:, None])
+        self._syy.add_(shift_y.square() * own[:, None])
+        for sums in (self._gram, self._cross, self._syy, self._squares):
+            add(sums)
+        self._mirrored = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, not copied; with `count` they are the whole state."""
