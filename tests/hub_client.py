@@ -43,8 +43,8 @@ def _prepare():
     torch.set_num_threads(1)
     for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
         warnings.filterwarnings("error", category=category)
-    # What libraries say of one another: transformers scripts functions, and the client sends files by an old keyword.
-    for message in ("`torch.jit.*` is deprecated", "Use 'content=<...>' to upload"):
+    # What libraries say of one another: transformers scripts functions, and the client sends files in old ways.
+    for message in ("`torch.jit.*` is deprecated", "Use 'content=<...>' to upload", "hf_xet.upload_"):
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
     for name in ("transformers", "huggingface_hub"):
         logging.getLogger(name).addHandler(DeprecationHandler())

@@ -2,8 +2,8 @@
 A Hub on this machine: the part of its HTTP API that `huggingface_hub` uses to create, commit, upload, resolve and list.
 
 It follows what the client documents and what it checks: status codes, `X-Error-Code`, `X-Repo-Commit` and linked ETags,
-redirects to a storage address, ranges. Large files go through Git LFS, which newer releases of the client speak when
-`HF_HUB_DISABLE_XET` is set, and older ones when the server answers with `"transfer": "basic"`.
+redirects to a storage address, ranges. Large files arrive by Git LFS, which the client speaks when `HF_HUB_DISABLE_XET`
+is set, or else by the Xet protocol; they are served by plain HTTP.
 """
 
 import base64
@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from .hub_xet import chunks_of, files_of
+
 
 BRANCH, REQUEST = "refs/heads/", "refs/pr/"
+XET_TOKEN = "for uploads alone"
 
 
 def git_oid(content):
@@ -122,7 +125,7 @@ class Hub:
 
     def __init__(self, users, large=100_000):
         self.users, self.large = users, large
-        self.repositories, self.objects, self.requests = {}, {}, []
+        self.repositories, self.objects, self.xorbs, self.requests = {}, {}, {}, []
         self.faults, self.lock = Faults(), threading.RLock()
 
     def __enter__(self):
@@ -309,7 +312,8 @@ class Handler(BaseHTTPRequestHandler):
             href = f"{self.hub.storage}/{item['oid']}?X-Signature=x"
             verify = {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"}
             objects.append(item if known else {**item, "actions": {"upload": {"href": href}, "verify": verify}})
-        self.answer(200, {"transfer": "basic", "objects": objects})
+        transfer = "xet" if "xet" in wanted["transfers"] else "basic"
+        self.answer(200, {"transfer": transfer, "objects": objects})
 
     @route("PUT", r"/storage/(?P<oid>[0-9a-f]{64})")
     def store(self, oid):
@@ -334,6 +338,27 @@ class Handler(BaseHTTPRequestHandler):
         if len(self.hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
             raise Refusal(404, "The object was not uploaded")
         self.answer(200, {})
+
+    @route("GET", f"/api/models/{REPO}/xet-write-token/{REVISION}")
+    def xet_token(self, repo, revision):
+        self.query = {"create_pr": ["1"]}
+        self.repository(repo, write=True)
+        expires, address = int(time.time()) + 3600, f"{self.hub.url}/xet"
+        headers = {"X-Xet-Cas-Url": address, "X-Xet-Access-Token": XET_TOKEN, "X-Xet-Token-Expiration": expires}
+        self.answer(200, {"casUrl": address, "accessToken": XET_TOKEN, "exp": expires}, headers)
+
+    @route("POST", r"/xet/v1/xorbs/default/(?P<name>[0-9a-f]{64})")
+    def store_xorb(self, name):
+        self.hub.xorbs[name] = chunks_of(self.body())
+        self.answer(200, {"was_inserted": True})
+
+    @route("POST", r"/xet/v1/shards")
+    def store_shard(self):
+        for oid, content in files_of(self.body(), self.hub.xorbs):
+            if hashlib.sha256(content).hexdigest() != oid:
+                raise Refusal(400, "The content doesn't match its digest")
+            self.hub.objects[oid] = content
+        self.answer(200, {"result": 1})
 
     @route("POST", f"/api/models/{REPO}/commit/{REVISION}")
     def commit(self, repo, revision):

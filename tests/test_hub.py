@@ -123,7 +123,7 @@ def online(server, tmp_path_factory):
 def hub(server):
     """The server with nothing in it and nothing wrong with it."""
     server.faults = Faults()
-    for everything in (server.repositories, server.objects, server.requests):
+    for everything in (server.repositories, server.objects, server.xorbs, server.requests):
         everything.clear()
     return server
 
@@ -465,6 +465,24 @@ class TestCommandLine:
         code, output = online(command, "push", evaluated, "org/mapper")
         assert code == 1
         assert output.startswith("hf-kvtransfer: There is no token to publish org/mapper with")
+
+
+class TestXet:
+    """The way that large files go by default; the other tests take the older one, which can be interrupted at will."""
+
+    def test_the_bytes_on_the_hub_are_those_that_were_saved(self, hub, evaluated, saved, tmp_path):
+        mapper = KVMapper.from_pretrained(saved(1.0), min_gap_recovered=False)
+        with torch.no_grad():
+            mapper.layers[0].keys.weight.normal_()
+        mapper.save_pretrained(tmp_path / "random")
+        with client(tmp_path / "home", HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="0") as run:
+            for name, folder in (("org/evaluated", evaluated), ("org/random", tmp_path / "random")):
+                run(push_saved, folder, name, token="ann")
+                for file, bytes_there in hub.files(name).items():
+                    assert file == "README.md" or bytes_there == (folder / file).read_bytes()
+            assert run(pull, "org/evaluated", cache_dir=tmp_path / "cache") == 3.0
+        assert hub.xorbs
+        assert not [path for method, path in hub.requests if method == "PUT"]
 
 
 class TestTrainer:
