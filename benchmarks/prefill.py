@@ -89,6 +89,7 @@ def measure(shape: str, recipe: str, arguments: argparse.Namespace) -> list[dict
         mapper,
         arguments.lengths,
         trials=arguments.trials,
+        memory=not arguments.no_memory,
         rates=measure_rates(device, dtype),
     )
     for row in rows:
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of the CPU; torch's own choice by default")
     parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, which takes a run more")
     parser.add_argument("--processor-time", action="store_true", help="for a CPU that others use; takes one thread")
     parser.add_argument("--small", action="store_true", help="see that it runs: the tiny shape, short contexts")
     parser.add_argument("--out", type=Path, default=Path("outputs/prefill.json"))

@@ -343,7 +343,7 @@ def test_rows_are_drawn(rows, tmp_path):
     figure = (tmp_path / "figure.svg").read_text()
     for words in ("context, tokens", "time, seconds", "prefill / conversion", "full heads", "local heads: floor"):
         assert words in figure
-    assert "anchor" not in figure
+    assert "one target layer" not in figure
 
 
 def test_the_benchmarks_run(tmp_path, monkeypatch):

@@ -28,7 +28,9 @@ _LENGTHS = (64, 512, 2048)
 _TRIALS = 3
 # So much of a pass is affordable; longer contexts are left out and extrapolated to.
 _MOST_SECONDS = 4.0
-_FEW, _MORE = 1, 3
+# So many layers are run: one, and a few more, or fewer of them if their weights are too large.
+_FEW, _MORE, _FEWEST_MORE = 1, 6, 3
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Part:
 
 class ThisMachine:
     """
-    Times of a pair on this machine, by tokens of context, predicted from one and from three layers of it.
+    Times of a pair on this machine, by tokens of context, predicted from one and from up to six layers of it.
 
     Args:
         source (`PreTrainedConfig`): of the source.
@@ -65,6 +67,8 @@ class ThisMachine:
         self._most = min(
             getattr(text_config(config), "max_position_embeddings", None) or _LENGTHS[-1] for config in (source, target)
         )
+        weights = max(layer.weights for config in (source, target) for layer in layer_costs(config)) * dtype.itemsize
+        self._more = min(max(_MOST_BYTES // max(weights, 1), _FEWEST_MORE), _MORE)
         parts = {
             "source_prefill": self._prefill(source),
             "target_prefill": self._prefill(target),
@@ -121,7 +125,7 @@ class ThisMachine:
             model = random_model(small(config, layers, self._vocabulary), self._dtype, self._device)
             return lambda tokens: prefill(model, self._ids(tokens))
 
-        few, more = (min(number, len(costs)) for number in (_FEW, _MORE))
+        few, more = (min(number, len(costs)) for number in (_FEW, self._more))
         return _Part((run(few), run(more)), (flops(few), flops(more), flops(len(costs))))
 
     def _conversion(self, source: PreTrainedConfig, target: PreTrainedConfig, fields: dict[str, Any]) -> _Part:
@@ -144,7 +148,7 @@ class ThisMachine:
 
             return convert
 
-        recipes = [some_layers(whole, depth, number) for number in (_FEW, _MORE)]
+        recipes = [some_layers(whole, depth, number) for number in (_FEW, self._more)]
         targets = [small(target, len(recipe["support"]), self._vocabulary) for recipe in recipes]
         configs = [pair_config(source, few, recipe) for few, recipe in zip(targets, recipes, strict=True)]
         runs = [run(config, few) for config, few in zip(configs, targets, strict=True)]
