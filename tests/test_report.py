@@ -227,6 +227,8 @@ WRONG = [
     (("measures", 0, "gap_recovered", "value"), "1", "measures[0].gap_recovered.value"),
     (("drift", "tokens_per_bin"), 0, "drift.tokens_per_bin"),
     (("drift", "nll", "transferred"), {}, "drift.nll.transferred"),
+    (("drift", "nll", "transferred"), [4.0], "drift.nll.transferred"),
+    (("drift", "kl"), [0.1], "drift.kl"),
     (("lengths", 2, "context"), "64", "lengths[2].context"),
     (("latency", 0, "context"), None, "latency[0].context"),
     (("seconds",), "12", "seconds"),

@@ -97,7 +97,7 @@ def test_a_figure_of_an_older_report_does_not_stay(tmp_path):
         {"layers_r2": {"keys": [[None]], "values": [[-3.0]]}},
         {"layers_r2": {"keys": [[0.5, 0.5], [0.5]], "values": []}},
         {"drift": {"tokens_per_bin": 16, "nll": {}, "kl": [], "agreement": []}},
-        {"drift": {"tokens_per_bin": 16, "nll": {"transferred": [None, 4.0]}, "kl": [], "agreement": [None]}},
+        {"drift": {"tokens_per_bin": 16, "nll": {"transferred": [None, 4.0]}, "kl": [], "agreement": [None, None]}},
         {"lengths": [{"context": 64, "conditions": {}, "kl": None, "agreement": None}] * 2},
         {"latency": [{"context": 64}]},
         {"latency": [{"context": 64, "conversion": None, "spread": None, "target_prefill": 0.1}]},

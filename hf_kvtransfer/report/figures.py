@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Inches; at 150 dots each, a README shows them at about two thirds of their size.
 _WIDTH = 9.0
 _COLUMNS = 3
-# Names of tasks are no formulas.
-_STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
 
 
 def draw_figures(report: "TransferReport", folder: str | Path) -> list[Path]:
@@ -55,7 +53,8 @@ def draw_figures(report: "TransferReport", folder: str | Path) -> list[Path]:
         # Without what a user's own settings would change.
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
-            matplotlib.rcParams.update(_STYLE)
+            matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+            matplotlib.rcParams["text.parse_math"] = False  # names of tasks are no formulas
             figure = Figure(layout="constrained")
             if not draw(figure, report):
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """What stands on the axes of a report's figures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -35,6 +35,7 @@ _FAR = (RANDOM, RAW)
 # Those that a line of text is worth something under; the others would press them together.
 _DRIFTING = (NOTHING, DIFFERENT, SOURCE, ANCHOR, TRANSFERRED)
 _MOST_NUMBERED = 12
+_MOST_MARKERS = 16
 # Shares outside of these would press the others together.
 _LEFT, _RIGHT = -0.5, 1.25
 
@@ -85,7 +86,8 @@ def layers_panel(axis: Any, fidelity: FidelitySection) -> bool:
         there = [index for index, layer in enumerate(heads) if layer]
         if there:
             spans = np.array([(np.mean(heads[i]), min(heads[i]), max(heads[i])) for i in there])
-            axis.plot(there, spans[:, 0], color=colour, marker=marker, markersize=5, linestyle=dashes, label=label)
+            (line,) = axis.plot(there, spans[:, 0], color=colour, linestyle=dashes, label=label)
+            line.set(marker=marker, markersize=5, markevery=_every(there))
             axis.fill_between(there, spans[:, 1], spans[:, 2], color=colour, alpha=0.15, linewidth=0)
             lowest, drawn = min(lowest, float(spans[:, 0].min())), True
     axis.set_xlabel("target layer")
@@ -153,14 +155,15 @@ def kept_panel(axis: Any, measures: Sequence[Measure]) -> bool:
                 continue
             value, low, high = np.clip(_numbers([figure["value"], figure["low"], figure["high"]]), _LEFT, _RIGHT)
             at = place + 0.27 - 0.18 * number
-            if value != figure["value"]:
+            if abs(value - figure["value"]) > 0.005:
                 # What lies outside is shown at the edge, with its number.
                 side = "right" if value == _RIGHT else "left"
-                axis.annotate(f"   {shown(figure['value'])}   ", (value, at), ha=side, va="center", fontsize=7)
+                axis.annotate(f"   {shown(figure['value'])}   ", (value, at), ha=side, va="bottom", fontsize=7)
             axis.plot([low, high], [at, at], color=colour, linewidth=1.2)
             (points,) = axis.plot(value, at, color=colour, marker=marker, markersize=5, linestyle="none", clip_on=False)
             handles[words] = points
-    axis.set_yticks(range(len(measures)), [f"{one['task']}, {one['metric']}" for one in reversed(measures)])
+    names = ["\n".join(wrap(f"{one['task']}, {one['metric']}", 32)) for one in reversed(measures)]
+    axis.set_yticks(range(len(measures)), names, fontsize=8)
     left, right = axis.get_xlim()
     axis.set_xlim(max(min(left, -0.05), _LEFT), min(max(right, 1.05), _RIGHT))
     axis.set_ylim(-0.6, len(measures) - 0.4)
@@ -183,18 +186,10 @@ def drift_panel(axes: Sequence[Any], drift: Drift) -> None:
         axes (`Sequence[matplotlib.axes.Axes]`): two.
         drift (`dict`): of the report.
     """
-
-    def middles(column: Sequence[Any]) -> np.ndarray:
-        return (np.arange(len(column)) + 0.5) * drift["tokens_per_bin"]
-
-    native = drift["nll"].get(NATIVE)
-    for name in _DRIFTING:
-        column = drift["nll"].get(name)
-        if column:
-            values = _numbers(column) - (_numbers(native) if native else 0)
-            _line(axes[0], middles(column), values, name)
-    _line(axes[1], middles(drift["kl"]), _numbers(drift["kl"]), TRANSFERRED)
-    _finish(axes, native is not None, f"tokens after the hand-over, in bins of {drift['tokens_per_bin']}")
+    bins = max(map(len, [*drift["nll"].values(), drift["kl"]]), default=0)
+    middles = (np.arange(bins) + 0.5) * drift["tokens_per_bin"]
+    label = f"tokens after the hand-over, in bins of {drift['tokens_per_bin']}"
+    _against_native(axes, middles, drift["nll"], drift["kl"], label)
 
 
 def length_panel(axes: Sequence[Any], lengths: Sequence[Length]) -> None:
@@ -207,20 +202,31 @@ def length_panel(axes: Sequence[Any], lengths: Sequence[Length]) -> None:
     """
     rows = sorted(lengths, key=lambda row: row["context"])
     contexts = np.array([row["context"] for row in rows])
-    native = _numbers([row["conditions"].get(NATIVE) for row in rows])
-    has_native = bool(np.isfinite(native).any())
-    for name in _DRIFTING:
-        values = _numbers([row["conditions"].get(name) for row in rows])
-        if np.isfinite(values).any():
-            _line(axes[0], contexts, values - (native if has_native else 0), name)
-    _line(axes[1], contexts, _numbers([row["kl"] for row in rows]), TRANSFERRED)
-    _finish(axes, has_native, "tokens of context")
+    columns = {name: [row["conditions"].get(name) for row in rows] for name in CONDITIONS}
+    _against_native(axes, contexts, columns, [row["kl"] for row in rows], "tokens of context")
     for axis in axes:
         _tokens(axis, contexts)
 
 
-def _finish(axes: Sequence[Any], has_native: bool, label: str) -> None:
-    axes[0].set_ylabel("NLL above native,\nnats per token" if has_native else "NLL, nats per token")
+def _against_native(
+    axes: Sequence[Any], places: np.ndarray, nll: Mapping[str, Sequence[Any]], kl: Sequence[Any], label: str
+) -> None:
+    columns = {name: _numbers(column) for name, column in nll.items()}
+    columns = {name: column for name, column in columns.items() if np.isfinite(column).any()}
+    native = columns.get(NATIVE)
+    above = {name: columns[name] - (0 if native is None else native) for name in _DRIFTING if name in columns}
+    for name, values in above.items():
+        _line(axes[0], places, values, name)
+    near = [float(np.nanmax(values)) for name, values in above.items() if name != SOURCE]
+    top = 1.25 * max(near, default=0.0)
+    if native is not None and top > 0 and SOURCE in above and np.nanmax(above[SOURCE]) > top:
+        # A source far off would press the others together.
+        axes[0].set_ylim(None, top)
+        text = f"source alone: {np.nanmean(above[SOURCE]):.2f} on average ↑"
+        axes[0].annotate(text, (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8)
+    if len(kl):
+        _line(axes[1], places, _numbers(kl), TRANSFERRED)
+    axes[0].set_ylabel("NLL, nats per token" if native is None else "NLL above native,\nnats per token")
     axes[1].set_ylabel("KL(native ‖ transferred),\nnats per token")
     axes[1].set_ylim(0, None)
     for axis in axes:
@@ -284,7 +290,12 @@ def _tokens(axis: Any, contexts: np.ndarray) -> None:
 
 def _line(axis: Any, places: np.ndarray, values: np.ndarray, name: str, label: str | None = None) -> None:
     colour, marker, dashes = _STYLES[name]
-    axis.plot(places, values, color=colour, marker=marker, markersize=4, linestyle=dashes, label=label or name)
+    (line,) = axis.plot(places, values, color=colour, linestyle=dashes, label=label or name)
+    line.set(marker=marker, markersize=4, markevery=_every(places))
+
+
+def _every(places: Sequence[int] | np.ndarray) -> int:
+    return max(1, len(places) // _MOST_MARKERS)
 
 
 def _numbers(column: Iterable[Any]) -> np.ndarray:

@@ -195,12 +195,7 @@ class TransferReport:
         values = {name: checked(plain(getattr(self, name)), kinds[name], name) for name in names}
         for index, row in enumerate(values["latency"] or ()):
             checked(row.get("context"), int, f"latency[{index}].context")
-        counts = {f"measures[{index}].n": one["n"] for index, one in enumerate(values["measures"])}
-        if values["drift"]:
-            counts["drift.tokens_per_bin"] = values["drift"]["tokens_per_bin"]
-        for where, count in counts.items():
-            if count < 1:
-                raise wrong(where, count, "one or more")
+        _check_numbers(values)
         return values
 
 
@@ -231,3 +226,20 @@ def write_whole(folder: Path, name: str, content: str | bytes) -> Path:
 
 def _has_no_default(one: Any) -> bool:
     return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """What types don't say: counts of one or more, and columns of one length."""
+    counts = {f"measures[{index}].n": one["n"] for index, one in enumerate(values["measures"])}
+    drift = values["drift"]
+    if drift:
+        counts["drift.tokens_per_bin"] = drift["tokens_per_bin"]
+        columns = {f"drift.nll.{name}": column for name, column in drift["nll"].items()}
+        columns |= {f"drift.{name}": drift[name] for name in ("kl", "agreement") if drift[name]}
+        bins = max(map(len, columns.values()), default=0)
+        for where, column in columns.items():
+            if len(column) != bins:
+                raise wrong(where, f"{len(column)} bins", f"{bins}, as in the longest column")
+    for where, count in counts.items():
+        if count < 1:
+            raise wrong(where, count, "one or more")
