@@ -7,7 +7,7 @@ from .continuation import ContinuationScore, continuation_logits, divergence, pr
 from .controls import Condition, SharedPrefill, anchor_alone, conditions, random_mapper, transfer
 from .fidelity import Fidelity, measure_fidelity
 from .intervals import Interval, bootstrap, difference, mean_interval
-from .measures import context_value_kept, gap_recovered
+from .measures import context_value_kept, gap_recovered, normalised_retention
 from .prefix import PrefixResult, prefix_nll
 from .questions import Question, QuestionResult, answer_questions, read_questions
 
@@ -36,6 +36,7 @@ __all__ = [
     "gap_recovered",
     "mean_interval",
     "measure_fidelity",
+    "normalised_retention",
     "prefill",
     "prefix_nll",
     "random_mapper",
