@@ -18,11 +18,11 @@ from hf_kvtransfer.latency.measure import convert_arguments
 from hf_kvtransfer.latency.memory import peak_bytes
 from hf_kvtransfer.latency.prediction import Roofline
 from hf_kvtransfer.latency.random_pair import pair_config, random_mapper, random_model, shallow
-from hf_kvtransfer.latency.this_machine import ThisMachine, growth, some_layers
+from hf_kvtransfer.latency.this_machine import ThisMachine, growth, small, some_layers
 from hf_kvtransfer.latency.timing import interleaved, processor_time
 from hf_kvtransfer.planning import plan_pair, plan_recipes, uniform_support
 
-from .architectures import build
+from .architectures import ARCHITECTURES, build, missing
 from .conftest import ROOT
 from .test_cli import invoke
 
@@ -191,6 +191,17 @@ def test_fewer_layers_are_the_first_of_the_same_kind():
     geometry, whole = ModelGeometry.from_config(few), ModelGeometry.from_config(config)
     assert geometry.layers == whole.layers[:3]
     assert random_model(few, torch.float32, CPU).config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(missing())))
+def test_every_architecture_has_a_shallow_and_random_twin(name):
+    config = ARCHITECTURES[name]()
+    whole = ModelGeometry.from_config(config)
+    few = small(config, 2, 16)
+    assert ModelGeometry.from_config(few).layers == whole.layers[:2]
+    model = random_model(few, torch.float32, CPU)
+    cache = prefill(model, torch.arange(16)[None])
+    assert [layer.keys.shape[1:] for layer in cache.layers] == [(g.kv_heads, 16, g.head_dim) for g in whole.layers[:2]]
 
 
 QWEN3 = {

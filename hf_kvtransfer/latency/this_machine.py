@@ -167,8 +167,9 @@ def small(config: PreTrainedConfig, layers: int, tokens: int) -> PreTrainedConfi
     """A configuration of few layers and of a vocabulary just large enough that a context has no token twice."""
     few = shallow(config, layers)
     few.vocab_size = max(tokens, 2)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(few, name, None)
+    for name, value in list(vars(few).items()):
+        if name.endswith("_token_id") and isinstance(value, int) and value >= few.vocab_size:
+            setattr(few, name, 0)
     return few
 
 
