@@ -1,5 +1,6 @@
 """What the Hub refuses, or why it can't be reached, in sentences."""
 
+import os
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -53,6 +54,8 @@ def refuse_upload(repo_id: str, error: Exception) -> NoReturn:
             f"Somebody else has published to {repo_id} in the meantime ({reason}), and nothing was changed; expected "
             "it to stay as it was. Look at what is there, and push again."
         ) from error
+    if error.__cause__ is not None:
+        reason = f"{reason} {' '.join(str(error.__cause__).split())}"
     raise HubError(
         f"{repo_id} could not be published ({type(error).__name__}: {reason}); expected a Hub that takes all files. "
         "What was published before is as it was. Push again: what has arrived isn't sent twice."
@@ -68,6 +71,8 @@ def explain_download(path: Any, error: BaseException, revision: Any = None) -> N
         error (`BaseException`): what loading raised.
         revision (`str`, *optional*): the branch, tag or commit that was asked for.
     """
+    if os.path.isdir(str(path)):
+        return
     causes = list(_chain(error))
     statuses = {getattr(getattr(cause, "response", None), "status_code", None) for cause in causes}
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
