@@ -92,6 +92,8 @@ def check(
         print("\nThe two can be mapped, by a linear mapper of each of these recipes:\n")
         print(_recipes(plans, memory is not None or max_cost is not None))
         shown = chosen_plan(plans)
+        if shown.excess:
+            print("\nNone of these keeps to the budget; what follows is of the cheapest.")
         print(f"\n{_fit(shown, plan, calibration)}\n")
         for note in plan.notes:
             print(f"Note: {note}")

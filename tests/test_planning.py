@@ -169,6 +169,12 @@ class TestCheck:
         assert "A100" not in output
         assert "tokens 64 256" in output
 
+    def test_a_budget_that_nothing_keeps_to_is_said(self, folders):
+        result = invoke("check", *folders, "--max-cost", 1e-6, "--hardware", "A100", "--lengths", 64)
+        assert result.exit_code == 0, result.output
+        assert "None of these keeps to the budget" in result.output
+        assert "Fitting k = 1 on" in result.output
+
     def test_this_machine_is_measured_when_asked(self, folders):
         result = invoke("check", *folders, "--k", 1, "--hardware", "this", "--threads", 1, "--lengths", "64")
         assert result.exit_code == 0, result.output
