@@ -203,7 +203,7 @@ class _Reader:
             self._walk(statement.body, certain=False)
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return):
             if self.update is None:
-                self.update = next(cache_updates(statement), None)
+                self.update = next(iter(cache_updates(statement)), None)
                 if self.update is not None:
                     if not certain:
                         raise _ProblemError("writes its cache under a condition that can't be decided from the module")

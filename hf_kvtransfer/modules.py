@@ -194,7 +194,8 @@ def _parsed(forward: Callable[..., Any]) -> tuple[Callable[..., Any], ast.Functi
     return (forward, definition) if isinstance(definition, ast.FunctionDef) else None
 
 
-def cache_updates(definition: ast.AST) -> Iterator[ast.Call]:
+@lru_cache(maxsize=512)
+def cache_updates(definition: ast.AST) -> tuple[ast.Call, ...]:
     """
     The calls in a `forward` that write keys and values into a cache: `<cache>.update(keys, values, layer, …)`.
 
@@ -202,18 +203,18 @@ def cache_updates(definition: ast.AST) -> Iterator[ast.Call]:
         definition (`ast.AST`):
             The syntax tree to look in.
 
-    Yields:
-        `ast.Call`: one call for each place where the cache is written.
+    Returns:
+        `tuple[ast.Call, ...]`: one call for each place where the cache is written.
     """
-    for node in ast.walk(definition):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "update"
-            and isinstance(node.func.value, ast.Name)
-            and len(node.args) >= 3
-        ):
-            yield node
+    return tuple(
+        node
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "update"
+        and isinstance(node.func.value, ast.Name)
+        and len(node.args) >= 3
+    )
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
@@ -231,7 +232,7 @@ def attention_of(layer: nn.Module) -> nn.Module | None:
     found = [
         module
         for child in layer.children()
-        if (code := forward_of(module := getattr(child, "_orig_mod", child))) and any(cache_updates(code[1]))
+        if (code := forward_of(module := getattr(child, "_orig_mod", child))) and cache_updates(code[1])
     ]
     return found[0] if len(found) == 1 else None
 
