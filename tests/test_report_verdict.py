@@ -78,7 +78,11 @@ def test_fewer_right_answers_never_make_a_better_verdict():
 @pytest.mark.parametrize("fewer", [1, 3, 10, 29])
 def test_few_questions_never_show_that_a_mapper_is_near_native(fewer):
     assert level(lookups(n=30), NEAR_TEXT) == "near native"
-    assert LEVELS.index(level(lookups(n=fewer), NEAR_TEXT)) < LEVELS.index("near native")
+    verdict = judge([lookups(n=fewer), NEAR_TEXT])
+    assert LEVELS.index(verdict.level) < LEVELS.index("near native")
+    if fewer > 3:
+        assert "too few questions" in str(verdict)
+    assert "too few questions" not in str(judge([lookups(n=30), NEAR_TEXT]))
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,7 @@ def _r2(figure: Any, report: "TransferReport") -> bool:
     found = report.layers_r2
     if not found or not (_is_table(found["keys"]) and _is_table(found["values"])):
         return False
-    targets, sources = len(found["keys"]), len(found["keys"][0])
-    # Cells are square, whatever the numbers of layers.
-    figure.set_size_inches(_WIDTH, max(2.6, min(8.0, 0.42 * _WIDTH * targets / sources + 0.9)))
+    figure.set_size_inches(_WIDTH, min(max(2.6, 0.9 + 0.4 * len(found["keys"])), 7.0))
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (name, rows) in zip(axes, dict(found).items(), strict=True):
         image = r2_panel(axis, np.array(rows, dtype=float), name)

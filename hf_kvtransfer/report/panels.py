@@ -52,7 +52,7 @@ def r2_panel(axis: Any, values: np.ndarray, title: str) -> Any:
     import matplotlib
 
     colours = matplotlib.colormaps["viridis"].with_extremes(bad=_GREY)
-    image = axis.imshow(values, origin="lower", cmap=colours, vmin=0, vmax=1)
+    image = axis.imshow(values, origin="lower", aspect="auto", cmap=colours, vmin=0, vmax=1)
     axis.set_title(title)
     axis.set_xlabel("source layer")
     axis.spines[:].set_visible(False)
@@ -219,7 +219,7 @@ def _against_native(
         _line(axes[0], places, values, name)
     near = [float(np.nanmax(values)) for name, values in above.items() if name != SOURCE]
     top = 1.25 * max(near, default=0.0)
-    if native is not None and top > 0 and SOURCE in above and np.nanmax(above[SOURCE]) > top:
+    if native is not None and top > 0 and SOURCE in above and np.nanmin(above[SOURCE]) > top:
         # A source far off would press the others together.
         axes[0].set_ylim(None, top)
         text = f"source alone: {np.nanmean(above[SOURCE]):.2f} on average ↑"

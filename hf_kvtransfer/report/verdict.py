@@ -149,6 +149,12 @@ def _least(measure: Measure) -> float:
     return min([*lows, *([gap] if gap is not None else [])], default=0.0) if lows else 0.0
 
 
+def _is_too_small(measure: Measure) -> bool:
+    """Whether it is the number of questions that keeps a measure from being near native."""
+    least = _least(measure)
+    return least < NEAR_FROM and least == 1 - 3 / measure["n"]
+
+
 def _gap(measure: Measure) -> float | None:
     """What is recovered of the gap, if the native target is shown to be better than the source."""
     gap = measure["gap_recovered"]
@@ -206,6 +212,7 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
             lambda one: _gap(one) is not None and not _is_ahead(one)
         ),
         "On {} the anchor alone does as well: the source's cache is not shown to add anything.": no_better_than(ANCHOR),
+        "On {} there are too few questions or chunks to show more than 1 − 3 / n: ask more.": _is_too_small,
         "On {} a random mapper does as well: the maps are not shown to matter.": no_better_than(RANDOM),
     }
     found = [(sentence, [titled(one) for one in telling if holds(one)]) for sentence, holds in said.items()]
