@@ -1,22 +1,21 @@
-"""One conversion: which tokens are mapped, which the target reads itself, and putting both together."""
+"""One conversion: which tokens are mapped, which the target reads itself, and where both are written."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from .blocks import run_block, stream_features
-from .contents import chunk_length, chunks
+from .appending import all_or_nothing, check_positions_meet, extend_cache, length_of
+from .cache import TransferredCache
+from .contents import ContentMaker, chunk_length, chunks
 from .entries import Entries, EntryStorage
 from .errors import ConversionError
-from .native import NativeRun, run_native
 from .placement import layer_devices
-from .positions import Positions
-from .rope import RotaryCodec
+from .positions import Positions, resolve_positions
 from .source import SourceCache, all_finite, check_finite, read_source_cache
+from .target_side import NativeReader, TargetSide, check_token_ids, target_side
 from .turning import Turner
 
 
@@ -24,78 +23,84 @@ if TYPE_CHECKING:
     from .mapper import KVMapper
 
 
-# Mean distance of first-layer keys from those of the same id, relative to their size: 0.005 in bfloat16, 0.2 or more
-# for another text.
-_OTHER_TEXT = 0.1
-
-
-@dataclass(frozen=True)
-class TargetSide:
-    """
-    What the target itself does in a conversion.
-
-    Args:
-        model (`PreTrainedModel`): the target.
-        input_ids (`torch.Tensor` of shape `[batch, tokens]`): of the whole context.
-        exact_prefix (`int`): how many of the first tokens it reads.
-        exact_suffix (`int`): how many of the last tokens it reads on top of what was converted.
-    """
-
-    model: nn.Module
-    input_ids: Tensor
-    exact_prefix: int
-    exact_suffix: int
-
-
-def target_side(
+def convert_cache(
     mapper: "KVMapper",
-    source: SourceCache,
+    source_cache: Any,
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    target_position_ids: Tensor | None,
+    hold_back: int,
+    into: DynamicCache | None,
     target: nn.Module | None,
-    input_ids: Any,
+    validate: bool,
+    input_ids: Tensor | None,
     exact_prefix: int | None,
     exact_suffix: int | None,
-) -> TargetSide | None:
-    """
-    What the target has to do itself; `None` if nothing.
+    chunk_tokens: int | None,
+) -> DynamicCache:
+    """Converts a source cache. Arguments, result and errors are those of [`KVMapper.convert`]."""
+    if not isinstance(hold_back, int) or isinstance(hold_back, bool) or hold_back < 0:
+        raise ConversionError(
+            f"`hold_back` is {hold_back!r}; expected a whole number of tokens, 0 or more. The default of 1 leaves "
+            "the last token to the target."
+        )
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+        raise ConversionError(
+            f"`chunk_tokens` is {chunk_tokens!r}; expected a whole number of tokens, 1 or more, or `None` for as "
+            "many as fit well."
+        )
+    if not len(mapper.layers):
+        raise ConversionError(
+            "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
+            "or `set_as_identity()` for a model and itmapper."
+        )
+    _ask_for_multimodal_positions(mapper, position_ids)
+    read = read_source_cache(source_cache, mapper.geometry("source"))
+    side = target_side(mapper, read, target, input_ids, exact_prefix, exact_suffix)
+    positions = resolve_positions(read, mapper.codec("source"), attention_mask, position_ids, target_position_ids)
 
-    Raises:
-        [`ConversionError`]: if it has to do something, and model or ids are missing or don't fit the source cache.
-    """
-    numbers = {
-        "exact_prefix": mapper.config.exact_prefix if exact_prefix is None else exact_prefix,
-        "exact_suffix": mapper.config.exact_suffix if exact_suffix is None else exact_suffix,
-    }
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConversionError(
-                f"`{name}` is {value!r}; expected a whole number of tokens, 0 or more: so many are read by the target "
-                "itself."
+    geometry = mapper.geometry("target")
+    result, start = TransferredCache.for_geometry(geometry) if into is None else into, 0
+    if into is not None:
+        start = length_of(into, geometry, read.batch_size, read.num_tokens)
+        check_positions_meet(into, start, positions, mapper.codec("target"))
+    stop = max(read.num_tokens - hold_back, start)
+    # Gradients flow into the mapper while it trains; a converted cache that carried them at inference could not
+    # even be copied.
+    # Maps are solved and compared in their own precision, whatever the caller computes in; training has its own.
+    device = read.keys[0].device.type
+    with (
+        torch.set_grad_enabled(mapper.training and torch.is_grad_enabled()),
+        torch.autocast(device, enabled=mapper.training and torch.is_autocast_enabled(device)),
+        all_or_nothing(result),
+    ):
+        if stop > start:
+            new = read.narrow(start, read.num_tokens - start)
+            # Affine maps pass on whatever isn't finite, and are asked about their output.
+            if validate and mapper.config.map_type != "linear" and not all_finite([*new.keys, *new.values]):
+                check_finite(read, positions.mask)
+            entries = convert_entries(
+                mapper, read, positions, start, stop, result, side, validate, target, chunk_tokens
             )
-    if mapper.config.anchor_layers is None and not any(numbers.values()):
-        return None
-    if target is None or input_ids is None:
-        why = [f"{name}={value}" for name, value in numbers.items() if value]
-        if mapper.config.anchor_layers is not None:
-            why.insert(0, f"anchor_layers={mapper.config.anchor_layers}")
-        missing = [name for name, given in (("target", target), ("input_ids", input_ids)) if given is None]
+            if validate and side is not None:
+                here = positions.narrow(start, read.num_tokens - start)
+                check_token_ids(new, here, mapper.codec("source"), side.input_ids[:, start:])
+            for index, (keys, values) in enumerate(entries):
+                extend_cache(result, index, keys, values)
+    if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):
+        result.record_positions(positions.target[:, :stop], positions.mask)
+    return result
+
+
+def _ask_for_multimodal_positions(mapper: "KVMapper", position_ids: Tensor | None) -> None:
+    sides = [side for side in ("source", "target") if mapper.geometry(side).multimodal_positions]
+    if sides and position_ids is None:
         raise ConversionError(
-            f"With {', '.join(why)} the target reads a part of the context itself, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; expected `convert(source_cache, target=…, input_ids=…)` "
-            "with the token ids of the context. A mapper fitted without anchors converts the cache alone, with "
-            "`exact_prefix=0, exact_suffix=0`."
+            f"The {' and the '.join(sides)} of this mapper give images 3-D positions, and a cache doesn't show "
+            "whether it holds any; expected `position_ids`. For a context of text alone pass "
+            "`torch.arange(tokens)[None]`, or those of the mask; a context with images can't be converted."
         )
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != source.batch_size:
-        shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ConversionError(
-            f"`input_ids` is {shape}; expected the ids that the source has read, [{source.batch_size}, "
-            f"{source.num_tokens}] or longer."
-        )
-    if input_ids.shape[1] < source.num_tokens:
-        raise ConversionError(
-            f"`input_ids` holds {input_ids.shape[1]} tokens, the source cache {source.num_tokens}; expected the ids of "
-            "everything that the source has read, from the first token on."
-        )
-    return TargetSide(target, input_ids[:, : source.num_tokens], **numbers)
 
 
 def convert_entries(
@@ -128,12 +133,12 @@ def convert_entries(
         target (`PreTrainedModel`, *optional*): on whose devices the entries belong.
         chunk (`int`, *optional*): how many tokens are mapped at once; by default as [`chunk_length`] says.
     """
-    geometry = mapper.config.geometry("target")
+    geometry = mapper.geometry("target")
     model, dtype = (target, source.keys[0].dtype) if side is None else (side.model, _dtype_of(side.model, source))
     places = layer_devices(model, len(geometry.layers))
     storage = EntryStorage(geometry, source.batch_size, start, stop, dtype, places)
     begin, end, hidden, native = start, stop, None, range(0)
-    reader = None if side is None else _NativeReader(side, positions, _held_entries(held, start), storage, validate)
+    reader = None if side is None else NativeReader(side, positions, _held_entries(held, start), storage, validate)
     if side is not None and reader is not None:
         prefix = side.exact_prefix + (0 if positions.mask is None else _left_padding(positions.mask))
         begin = min(max(prefix, start), stop) if side.exact_prefix else start
@@ -166,15 +171,15 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
     Returns:
         `torch.Tensor` of shape `[batch, tokens − exact_prefix, hidden_size + 1]`: features of the residual stream.
     """
-    source = read_source_cache(source_cache, mapper.config.geometry("source"))
+    source = read_source_cache(source_cache, mapper.geometry("source"))
     counted = torch.arange(source.num_tokens, device=input_ids.device)[None]
     prefix = mapper.config.exact_prefix
     side = TargetSide(target, input_ids, prefix, 0)
-    geometry = mapper.config.geometry("target")
+    geometry = mapper.geometry("target")
     storage = EntryStorage(
         geometry, source.batch_size, 0, source.num_tokens, _dtype_of(target, source), [None] * len(geometry.layers)
     )
-    reader = _NativeReader(side, Positions(counted, counted, None), None, storage, validate=True)
+    reader = NativeReader(side, Positions(counted, counted, None), None, storage, validate=True)
     if prefix:
         reader.read(0, prefix)
     with torch.autocast(input_ids.device.type, enabled=False):
@@ -187,98 +192,6 @@ def anchor_output(mapper: "KVMapper", source_cache: Any, target: nn.Module, inpu
     return hidden
 
 
-class _NativeReader:
-    """Runs the target over ranges of the context, on top of what there is."""
-
-    def __init__(
-        self,
-        side: TargetSide,
-        positions: Positions,
-        held: Entries | None,
-        storage: EntryStorage,
-        validate: bool,
-    ) -> None:
-        self._side, self._positions, self._held, self._storage = side, positions, held, storage
-        self._validate = validate
-
-    def read(self, start: int, stop: int) -> None:
-        """All layers."""
-        run = run_native(self._side.model, *self._ids(start, stop), **self._given(start, stop))
-        self._put(run, range(len(run.keys)), start, stop)
-
-    def anchor(self, mapper: "KVMapper", source: SourceCache, start: int, stop: int) -> Tensor | None:
-        """The layers that the mapper leaves to the target. Returns the features of what they put out."""
-        config, model = mapper.config, self._side.model
-        if config.anchor_layers is None:
-            return None
-        layers = config.native_layers(len(config.support))
-        given = self._given(start, stop, layers)
-        if config.anchor_start:
-            entry = mapper.predicted_stream(source, self._positions, start, stop)
-            mask = self._positions.mask
-            if mask is not None:
-                # What padding holds would reach real tokens, as zero times NaN.
-                entry = entry.where(mask[:, start:stop, None].to(entry.device) != 0, 0)
-            if self._validate and not all_finite([entry]) and not bool(torch.isfinite(entry).all()):
-                check_finite(source, mask)
-                raise ConversionError(
-                    f"The residual stream that is predicted for target layer {config.anchor_start} has NaN or infinite "
-                    "numbers, from a finite source cache; expected finite ones. The mapper's weights are damaged: load "
-                    "them again."
-                )
-            run = run_block(
-                model,
-                *self._ids(start, stop),
-                entry,
-                start=config.anchor_start,
-                layers=config.anchor_layers,
-                **given,
-            )
-        else:
-            run = run_native(model, *self._ids(start, stop), layers=config.anchor_layers, **given)
-        self._put(run, layers, start, stop)
-        return None if run.hidden is None else stream_features(run.hidden)
-
-    def _put(self, run: NativeRun, layers: range, start: int, stop: int) -> None:
-        made = list(zip(run.keys, run.values, strict=True))
-        if self._validate:
-            mask = None if self._positions.mask is None else self._positions.mask[:, start:stop, None] != 0
-            states = [state.transpose(1, 2).flatten(2) for entry in made for state in entry]
-            states += [] if run.hidden is None else [run.hidden]
-            for state in [] if all_finite(states) else states:
-                finite = torch.isfinite(state)
-                if not bool((finite if mask is None else finite | ~mask.to(state.device)).all()):
-                    raise ConversionError(
-                        "The target's own layers give NaN or infinite numbers over the context; expected finite ones. "
-                        "The target itself overflows (common in float16), or its weights are damaged: run it in "
-                        "bfloat16 or float32, or load it again."
-                    )
-        self._storage.put(layers, start, made)
-
-    def _ids(self, start: int, stop: int) -> tuple[Tensor]:
-        return (self._side.input_ids[:, start:stop],)
-
-    def _given(self, start: int, stop: int, layers: range | None = None) -> dict[str, Any]:
-        chosen = range(self._storage.depth) if layers is None else layers
-        past: Entries = []
-        if start > self._storage.start:
-            past = self._storage.filled(chosen, self._storage.start, start)
-        if self._held is not None:
-            past = _joined([self._held[i] for i in chosen], past)
-        lengths = {keys.shape[2] for keys, _ in past}
-        if past and lengths != {start}:
-            raise ConversionError(
-                f"`into` holds the last {min(lengths)} of {start} tokens in a sliding-window layer, and the target has "
-                "to read on from all of them; expected a cache that has kept every token. Convert the whole context "
-                "again without `into`, or with a mapper without anchors."
-            )
-        return {
-            "past": past or None,
-            "attention_mask": None if self._positions.mask is None else self._positions.mask[:, :stop],
-            "position_ids": self._positions.target[:, start:stop],
-        }
-
-
 def _map(
     mapper: "KVMapper",
     source: SourceCache,
@@ -289,22 +202,21 @@ def _map(
     hidden: Tensor | None,
     chunk: int | None,
 ) -> None:
-    """Writes the entries that maps make: content from [`KVMapper.contents`], rotated, zero where there is padding."""
-    length = chunk or stop - start
+    """Writes the entries that maps make: content from [`ContentMaker`], rotated, zero where there is padding."""
+    maker, length = ContentMaker(mapper, source, positions), chunk or stop - start
     if chunk is None and not torch.is_grad_enabled():
-        supports, geometry = mapper.config.supports(), mapper.config.geometry("source")
-        length = chunk_length(supports, geometry, source.batch_size, source.keys[0].device)
+        length = chunk_length(maker.packing, source.batch_size, source.keys[0].device)
     for begin, end in chunks(start, stop, length):
         here = positions.narrow(begin, end - begin)
         turner = Turner(mapper.codec("target"), here.target, off=False)
+        padding = None if here.mask is None else here.mask[:, None, :, None] == 0
         read = None if hidden is None else hidden[:, begin - start : end - start]
-        for index, keys, values in mapper.contents(source, positions, read, begin, end):
+        for index, keys, values in maker.contents(begin, end, read):
             rooms = storage.room(index, begin, end, keys.device)
             turner.write(keys, index, rooms[0])
             rooms[1].copy_(values)
-            if here.mask is not None:
-                # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
-                padding = here.mask[:, None, :, None] == 0
+            # Padding may hold anything in the source; the target masks it out, and zeros stay harmless there.
+            if padding is not None:
                 for room in rooms:
                     room.masked_fill_(padding.to(room.device), 0)
 
@@ -329,41 +241,6 @@ def _check_mapped(
             )
 
 
-def check_token_ids(source: SourceCache, positions: Positions, codec: RotaryCodec, input_ids: Tensor) -> None:
-    """
-    Refuses token ids that can't be those that the source has read: keys of the first layer without RoPE depend on the
-    token alone, so that equal ids must have equal keys. Ids that occur once can't be told.
-
-    Args:
-        source ([`SourceCache`]): of the whole context.
-        positions ([`Positions`]): of the whole context.
-        codec ([`RotaryCodec`]): of the source.
-        input_ids (`torch.Tensor` of shape `[batch, tokens]`): what is said to have been read.
-
-    Raises:
-        [`ConversionError`]: if one and the same id has different keys.
-    """
-    keys = source.keys[0]
-    content = codec.remove(keys, codec.tables(positions.source, keys.device), 0).float().transpose(1, 2).flatten(2)
-    real = None if positions.mask is None else positions.mask.to(keys.device).flatten() != 0
-    ids, rows = input_ids.to(keys.device).flatten(), content.flatten(0, 1)
-    if real is not None:
-        ids, rows = ids[real], rows[real]
-    _, kind, count = ids.unique(return_inverse=True, return_counts=True)
-    again = count[kind] > 1
-    if not bool(again.any()):
-        return
-    means = torch.zeros(len(count), rows.shape[1], device=rows.device).index_add_(0, kind, rows) / count[:, None]
-    # On average: a quantised cache is off by a little everywhere.
-    apart = float((rows - means[kind])[again].norm(dim=1).mean() / rows.norm(dim=1).mean().clamp(min=1e-12))
-    if apart > _OTHER_TEXT:
-        raise ConversionError(
-            "`input_ids` gives the same id to tokens whose keys differ in the source's first layer, where they depend "
-            "on the token alone; expected the ids that the source has read, in the same order and rows. Pass those "
-            "that its cache was made from."
-        )
-
-
 def _held_entries(cache: DynamicCache, start: int) -> Entries | None:
     if not start:
         return None
@@ -379,14 +256,3 @@ def _dtype_of(target: nn.Module, source: SourceCache) -> torch.dtype:
     """Of a target's cache: what it computes in."""
     dtype = getattr(target, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else source.keys[0].dtype
-
-
-def _joined(held: Entries, new: Entries) -> Entries:
-    """What the target holds, and what was made after it, if anything."""
-    if not new:
-        return held
-    joined: Entries = []
-    for before, after in zip(held, new, strict=True):
-        keys, values = (torch.cat([one.to(other), other], dim=2) for one, other in zip(before, after, strict=True))
-        joined.append((keys, values))
-    return joined

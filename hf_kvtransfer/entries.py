@@ -58,6 +58,8 @@ class EntryStorage:
                 torch.empty(size, dtype=self._dtype, device=place),
             )
         keys, values = self._layers[layer]
+        if stop - start == self.stop - self.start:
+            return keys, values
         return keys.narrow(2, start - self.start, stop - start), values.narrow(2, start - self.start, stop - start)
 
     def put(self, layers: Iterable[int], start: int, entries: Entries) -> None:

@@ -1,52 +1,29 @@
 """`KVMapper`: converts the KV cache of one model into that of another."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .appending import all_or_nothing, check_positions_meet, extend_cache, length_of
-from .cache import TransferredCache
 from .config import KVMapperConfig
-from .contents import layer_contents, predicted_stream
-from .conversion import check_token_ids, convert_entries, target_side
-from .errors import ConversionError, PairMismatchError
+from .conversion import convert_cache
+from .errors import PairMismatchError
 from .features import stream_width
 from .geometry import ModelGeometry, tokenizer_fingerprint
-from .maps import MAPS, LinearMap
+from .layer_map import LayerMap
+from .maps import LinearMap, MapForm
+from .packing import Packing
 from .pairing import check_model, check_tokenizer, pair_manifest
-from .positions import Positions, resolve_positions
 from .rope import RotaryCodec
 from .saving import load_checked, save_atomically
-from .source import SourceCache, all_finite, check_finite, read_source_cache
+from .sides import Sides
 
 
 # Of `save_pretrained`, what concerns the repository on the Hub and not the files.
 _REPOSITORY_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-
-
-class LayerMap(nn.Module):
-    """The maps of one target layer: one for its keys, one for its values."""
-
-    def __init__(self, config: KVMapperConfig, index: int) -> None:
-        super().__init__()
-        source, target = config.geometry("source"), config.geometry("target")
-        supports, layer = config.supports()[index], target.layers[index]
-        for kind, support in (supports or {}).items():
-            width = support.width(source, layer, stream_width(target))
-            form = MAPS[config.map_type](
-                width, layer.kv_heads, layer.head_dim, support.groups(layer), **config.map_options
-            )
-            setattr(self, kind, form)
-            if index in config.first_token.get(kind, ()):
-                self.register_parameter(f"first_{kind}", nn.Parameter(torch.zeros(layer.width)))
-
-    def first_token(self, kind: str) -> Tensor | None:
-        """RoPE-free content of a context's first token, `[kv_heads · head_dim]`, where it is a stored constant."""
-        return getattr(self, f"first_{kind}", None)
 
 
 class KVMapper(PreTrainedModel):
@@ -81,7 +58,7 @@ class KVMapper(PreTrainedModel):
         self.entry: LinearMap | None = None
         if config.support:
             self._build_layers()
-        self._codecs: dict[str, RotaryCodec] = {}
+        self._sides = Sides(config)
         self.post_init()
 
     def _build_layers(self) -> None:
@@ -270,110 +247,21 @@ class KVMapper(PreTrainedModel):
             [`PairMismatchError`]: if a given model or tokenizer is another one than the mapper was fitted for.
         """
         self.check_pair(source=source, target=target, tokenizer=tokenizer)
-        if not isinstance(hold_back, int) or isinstance(hold_back, bool) or hold_back < 0:
-            raise ConversionError(
-                f"`hold_back` is {hold_back!r}; expected a whole number of tokens, 0 or more. The default of 1 leaves "
-                "the last token to the target."
-            )
-        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
-            raise ConversionError(
-                f"`chunk_tokens` is {chunk_tokens!r}; expected a whole number of tokens, 1 or more, or `None` for as "
-                "many as fit well."
-            )
-        if not len(self.layers):
-            raise ConversionError(
-                "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
-                "or `set_as_identity()` for a model and itself."
-            )
-        self._ask_for_multimodal_positions(position_ids)
-        read = read_source_cache(source_cache, self.config.geometry("source"))
-        side = target_side(self, read, target, input_ids, exact_prefix, exact_suffix)
-        positions = resolve_positions(read, self.codec("source"), attention_mask, position_ids, target_position_ids)
-
-        geometry = self.config.geometry("target")
-        result, start = TransferredCache.for_geometry(geometry) if into is None else into, 0
-        if into is not None:
-            start = length_of(into, geometry, read.batch_size, read.num_tokens)
-            check_positions_meet(into, start, positions, self.codec("target"))
-        stop = max(read.num_tokens - hold_back, start)
-        # Gradients flow into the mapper while it trains; a converted cache that carried them at inference could not
-        # even be copied.
-        # Maps are solved and compared in their own precision, whatever the caller computes in; training has its own.
-        device = read.keys[0].device.type
-        with (
-            torch.set_grad_enabled(self.training and torch.is_grad_enabled()),
-            torch.autocast(device, enabled=self.training and torch.is_autocast_enabled(device)),
-            all_or_nothing(result),
-        ):
-            if stop > start:
-                new = read.narrow(start, read.num_tokens - start)
-                # Affine maps pass on whatever isn't finite, and are asked about their output.
-                if validate and self.config.map_type != "linear" and not all_finite([*new.keys, *new.values]):
-                    check_finite(read, positions.mask)
-                entries = convert_entries(
-                    self, read, positions, start, stop, result, side, validate, target, chunk_tokens
-                )
-                if validate and side is not None:
-                    here = positions.narrow(start, read.num_tokens - start)
-                    check_token_ids(new, here, self.codec("source"), side.input_ids[:, start:])
-                for index, (keys, values) in enumerate(entries):
-                    extend_cache(result, index, keys, values)
-        if isinstance(result, TransferredCache) and (start == 0 or result.recorded[0] is not None):
-            result.record_positions(positions.target[:, :stop], positions.mask)
-        return result
-
-    def contents(
-        self,
-        source: SourceCache,
-        positions: Positions,
-        hidden: Tensor | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """
-        RoPE-free keys, and values, of the target layers that have maps. Gradients flow through them into the maps
-        where they are enabled.
-
-        Args:
-            source ([`SourceCache`]): of the whole context.
-            positions ([`Positions`]): of the whole context.
-            hidden (`torch.Tensor` of shape `[batch, stop − start, hidden_size + 1]`, *optional*):
-                The anchor's output as features ([`~hf_kvtransfer.blocks.stream_features`]); needed where maps read it.
-            start (`int`, *optional*, defaults to 0): the first wanted token.
-            stop (`int`, *optional*): the token after the last one; all by default.
-
-        Yields:
-            `tuple[int, torch.Tensor, torch.Tensor]`: a target layer and its keys and values, each `[batch, kv_heads,
-            stop − start, head_dim]`, in the maps' dtype and on their device.
-        """
-        return layer_contents(self, source, positions, hidden, start, stop)
-
-    def predicted_stream(self, source: SourceCache, positions: Positions, start: int, stop: int) -> Tensor:
-        """
-        The residual stream that enters the anchor, where it is predicted from the source cache.
-
-        Args:
-            source ([`SourceCache`]): of the whole context.
-            positions ([`Positions`]): of the whole context.
-            start (`int`): the first wanted token.
-            stop (`int`): the token after the last one.
-
-        Returns:
-            `torch.Tensor` of shape `[batch, stop − start, hidden_size]`, in float32.
-
-        Raises:
-            [`ConversionError`]: if this mapper predicts none.
-        """
-        return predicted_stream(self, source, positions, start, stop)
-
-    def _ask_for_multimodal_positions(self, position_ids: Tensor | None) -> None:
-        sides = [side for side in ("source", "target") if self.config.geometry(side).multimodal_positions]
-        if sides and position_ids is None:
-            raise ConversionError(
-                f"The {' and the '.join(sides)} of this mapper give images 3-D positions, and a cache doesn't show "
-                "whether it holds any; expected `position_ids`. For a context of text alone pass "
-                "`torch.arange(tokens)[None]`, or those of the mask; a context with images can't be converted."
-            )
+        return convert_cache(
+            self,
+            source_cache,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            target_position_ids=target_position_ids,
+            hold_back=hold_back,
+            into=into,
+            target=target,
+            validate=validate,
+            input_ids=input_ids,
+            exact_prefix=exact_prefix,
+            exact_suffix=exact_suffix,
+            chunk_tokens=chunk_tokens,
+        )
 
     def forward(self, source_cache: Any, **kwargs: Any) -> Any:
         """The same as [`~KVMapper.convert`]."""
@@ -398,6 +286,14 @@ class KVMapper(PreTrainedModel):
         if tokenizer is not None:
             check_tokenizer(self.config, tokenizer)
 
+    def geometry(self, side: str) -> ModelGeometry:
+        """The geometry of one side, `"source"` or `"target"`."""
+        return self._sides.geometry(side)
+
+    def packing(self) -> Packing:
+        """What the maps read of a source cache, and where it lies side by side."""
+        return self._sides.packing()
+
     def codec(self, side: str) -> RotaryCodec:
         """
         The rotary code of one side, `"source"` or `"target"`, built once from its configuration.
@@ -405,20 +301,19 @@ class KVMapper(PreTrainedModel):
         Raises:
             [`PairMismatchError`]: if the stored configuration and the stored geometry contradict each other.
         """
-        if side not in self._codecs:
-            codec = RotaryCodec.from_config(self.config.model_config(side))
-            shapes = [
-                [(layer.kv_heads, layer.head_dim, layer.rotary) for layer in geometry.layers]
-                for geometry in (self.config.geometry(side), codec.geometry)
-            ]
-            if shapes[0] != shapes[1]:
-                raise PairMismatchError(
-                    f"`{side}_config` and `{side}_geometry` of this mapper describe different models "
-                    f"({'; '.join(self.config.geometry(side).differences(codec.geometry))}); expected one and the "
-                    "same. The configuration is damaged: load the mapper again."
-                )
-            self._codecs[side] = codec
-        return self._codecs[side]
+        return self._sides.codec(side)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Compiles every map with `torch.compile`, for any number of tokens. What surrounds the maps stays as it is.
+
+        Args:
+            *args: as in `torch.compile`.
+            **kwargs: likewise; `dynamic=True` unless told otherwise.
+        """
+        for module in self.modules():
+            if isinstance(module, MapForm):
+                module.compile(*args, **{"dynamic": True, **kwargs})
 
     # ------------------------------------------------------------------------------------------------------- files
 

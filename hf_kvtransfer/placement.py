@@ -1,6 +1,6 @@
 """Where maps are computed and where a target layer's entries belong, and bringing weights from memory in time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,6 @@ from torch.func import functional_call
 
 from .maps import MapForm
 from .modules import decoder_of
-
-
-Call = Callable[[Sequence[Tensor]], Tensor]
-"""A map of features in pieces, `MapForm.from_pieces`."""
 
 
 def place_of(form: MapForm, cache: torch.device) -> torch.device:
@@ -24,7 +20,7 @@ def place_of(form: MapForm, cache: torch.device) -> torch.device:
         cache (`torch.device`): where the source cache is.
     """
     # Weights that accelerate has put away have no device of their own until they are called for.
-    hook: Any = getattr(form, "_hf_hook", None)
+    hook: Any = form.__dict__.get("_hf_hook")
     executed = getattr(hook, "execution_device", None)
     if executed is not None:
         return torch.device(executed)
@@ -32,54 +28,50 @@ def place_of(form: MapForm, cache: torch.device) -> torch.device:
     return cache if device.type == "cpu" else device
 
 
-def forms_at(forms: Sequence[MapForm], cache: torch.device) -> Iterator[tuple[MapForm, Call, torch.device]]:
+class Placed:
     """
-    Maps one after another, ready to be called. Weights in CPU memory, memory-mapped or not, are copied to where the
-    source cache is while the map before them is computed, and let go after their use.
+    A map where it is computed. Weights in CPU memory, memory-mapped or not, come to where the source cache is when they
+    are fetched, and are let go after their use.
 
     Args:
-        forms (`Sequence[MapForm]`): the maps, in the order of their use.
+        form ([`MapForm`]): the map.
+        widths (`Sequence[int]`): of the pieces of its features.
         cache (`torch.device`): where the source cache is.
-
-    Yields:
-        `tuple`: a map, what to call, and where it takes its features.
     """
-    fetched = _Fetched(forms[0], cache) if forms else None
-    for number, form in enumerate(forms):
-        current: Any = fetched
-        yield form, current.call(), current.device
-        # The map has been started now, and on an accelerator it runs while the next weights come.
-        fetched = _Fetched(forms[number + 1], cache) if number + 1 < len(forms) else None
 
-
-class _Fetched:
-    def __init__(self, form: MapForm, cache: torch.device) -> None:
-        self.device = place_of(form, cache)
+    def __init__(self, form: MapForm, widths: Sequence[int], cache: torch.device) -> None:
+        like = form.weight_like
+        self.device, self.dtype = place_of(form, cache), like.dtype
         self._form = form
+        self._comes = like.device.type == "cpu" != self.device.type and "_hf_hook" not in form.__dict__
+        self._call = None if self._comes else form.prepared(widths)
         self._weights: dict[str, Tensor] = {}
-        self._stream = None
-        if form.weight_like.device.type != "cpu" or self.device.type == "cpu" or hasattr(form, "_hf_hook"):
+        self._stream: Any = None
+
+    def fetch(self) -> None:
+        """Starts the copy. It goes on beside what has been started before."""
+        if not self._comes:
             return
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
-            for name, tensor in form.state_dict(keep_vars=True).items():
+            for name, tensor in self._form.state_dict(keep_vars=True).items():
                 self._weights[name] = tensor.to(self.device, non_blocking=True)
 
-    def call(self) -> Call:
-        """What to call, once the weights are there."""
-        if not self._weights:
-            return self._form.from_pieces
+    def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
+        """As [`MapForm.prepared`] returns it."""
+        if self._call is not None:
+            return self._call(pieces)
         if self._stream is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_stream(self._stream)
             for tensor in self._weights.values():
                 tensor.record_stream(computing)
-        return self._with_weights
-
-    def _with_weights(self, pieces: Sequence[Tensor]) -> Tensor:
         features = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1)
+        features = features if features.dim() == 3 else features[None]
         made: Tensor = functional_call(self._form, self._weights, (features,))
-        return made.unflatten(-1, (self._form.heads, self._form.head_dim)).transpose(0, 1)
+        self._weights = {}
+        return made
 
 
 def layer_devices(target: nn.Module | None, depth: int) -> list[torch.device | None]:

@@ -107,6 +107,7 @@ class RotaryCodec:
         self._rotary: dict[str, nn.Module] = {"cpu": rotary}
         self._rotations = rotations
         self._tables_of: Any = WeakTensorKeyDictionary()
+        self._partners: dict[tuple[Any, int], Tensor] = {}
         self._layer_types = sorted({r.layer_type for r in rotations if r is not None}, key=str)
 
     @classmethod
@@ -287,13 +288,16 @@ class RotaryCodec:
             `torch.Tensor` of shape `[head_dim]`, on the CPU.
         """
         rotation: Any = self._rotations[layer]
+        if (rotation, head_dim) in self._partners:
+            return self._partners[rotation, head_dim]
         here = torch.zeros(1, 1, dtype=torch.long)
         tables = self._tables(here, torch.device("cpu"), [rotation.layer_type])
         cos, sin = tables.rotations[rotation.layer_type]
         # A quarter turn puts each dimension in the place of its partner.
         numbers = torch.arange(1, head_dim + 1, dtype=torch.float32).view(1, 1, 1, head_dim)
         turned = _rotate(numbers, torch.zeros_like(cos), torch.ones_like(sin), rotation)
-        return turned.abs().round().long().flatten() - 1
+        self._partners[rotation, head_dim] = turned.abs().round().long().flatten() - 1
+        return self._partners[rotation, head_dim]
 
     def _fit(self, rotate: Callable[..., Any], layer_type: str | None, head_dim: int, layer: int) -> _LayerRotation:
         """Finds how many dimensions a layer's function takes, and proves on numbers that it can be undone."""

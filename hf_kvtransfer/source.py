@@ -108,8 +108,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     Args:
         tensors (`Sequence[torch.Tensor]`): of any floating dtypes, on any devices.
     """
-    sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors]
-    return not sums or bool(torch.isfinite(torch.stack([total.to(sums[0].device) for total in sums])).all())
+    with torch.no_grad():
+        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+        return not sums or bool(torch.isfinite(torch.stack([total.to(sums[0].device) for total in sums])).all())
 
 
 def check_finite(source: SourceCache, attention_mask: Tensor | None = None) -> None:

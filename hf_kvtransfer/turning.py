@@ -44,6 +44,7 @@ class Turner:
         self._positions = positions
         self._turn = codec.remove if off else codec.apply
         self._known: dict[tuple[object, ...], _Factors | None] = {}
+        self._alike: dict[tuple[object, ...], _Factors | None] = {}
 
     def write(self, keys: Tensor, layer: int, out: Tensor) -> None:
         """
@@ -67,13 +68,17 @@ class Turner:
             out.copy_(turned.addcmul_(keys, factors.own))
 
     def _factors(self, layer: int, keys: Tensor) -> _Factors | None:
-        head_dim = keys.shape[-1]
-        key = (self._codec.kind(layer), head_dim, keys.dtype, keys.device)
-        if key not in self._known:
-            self._known[key] = self._measured(layer, head_dim, keys)
-        return self._known[key]
+        known = (layer, keys.dtype, keys.device)
+        if known not in self._known:
+            # Alike for all layers of a kind, which are mostly all.
+            alike = (self._codec.kind(layer), keys.shape[-1], keys.dtype, keys.device)
+            if alike not in self._alike:
+                self._alike[alike] = self._measured(layer, keys)
+            self._known[known] = self._alike[alike]
+        return self._known[known]
 
-    def _measured(self, layer: int, head_dim: int, keys: Tensor) -> _Factors | None:
+    def _measured(self, layer: int, keys: Tensor) -> _Factors | None:
+        head_dim = keys.shape[-1]
         partners = self._codec.partners(layer, head_dim)
         swap = _swap(partners)
         if swap is None:
@@ -93,9 +98,11 @@ def _swap(partners: Tensor) -> Callable[[Tensor], Tensor] | None:
     half = width // 2
     rest = width < len(partners)
     if torch.equal(partners, torch.cat([own[half:width], own[:half], own[width:]])):
+        if not rest:
+            return lambda keys: torch.cat(keys.chunk(2, dim=-1)[::-1], dim=-1)
 
         def halves(keys: Tensor) -> Tensor:
-            return torch.cat((keys[..., half:width], keys[..., :half], *([keys[..., width:]] if rest else [])), dim=-1)
+            return torch.cat((keys[..., half:width], keys[..., :half], keys[..., width:]), dim=-1)
 
         return halves
     if torch.equal(partners, torch.cat([own[:width].view(-1, 2).flip(-1).flatten(), own[width:]])):

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from hf_kvtransfer import ConversionError, KVMapper, MapperFileError, PairMismatchError
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.blocks import run_block, stream_features, stream_from
+from hf_kvtransfer.contents import predicted_stream
 from hf_kvtransfer.conversion import anchor_output
 from hf_kvtransfer.evaluation import prefill
 from hf_kvtransfer.features import KINDS, Support
@@ -255,12 +256,12 @@ def test_a_predicted_stream_is_what_the_block_is_given(source, qwen3):
     cache = mapper.convert(read, target=qwen3, input_ids=given, hold_back=0)
     plain = read_source_cache(read, mapper.config.geometry("source"))
     positions = resolve_positions(plain, mapper.codec("source"), None, None, None)
-    entry = mapper.predicted_stream(plain, positions, 0, TOKENS)
+    entry = predicted_stream(mapper, plain, positions, 0, TOKENS)
     run = run_block(qwen3, given, entry, start=1, layers=1)
     assert_close(cache.layers[1].keys, run.keys[0])
     assert_close(cache.layers[2].values, run.values[1])
     with pytest.raises(ConversionError, match="predicts no residual stream"):
-        anchored(source, qwen3, 1).predicted_stream(plain, positions, 0, TOKENS)
+        predicted_stream(anchored(source, qwen3, 1), plain, positions, 0, TOKENS)
 
 
 @pytest.mark.parametrize(("layers", "start"), [(1, 0), (1, 1)])

@@ -1,11 +1,15 @@
 """`MapForm`, what all functional forms share, and the product that they are made of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+Prepared = Callable[[Sequence[Tensor]], Tensor]
+"""What [`MapForm.prepared`] returns."""
 
 
 class MapForm(nn.Module, ABC):
@@ -49,18 +53,25 @@ class MapForm(nn.Module, ABC):
     def forward(self, features: Tensor) -> Tensor:
         """`features` of shape `[groups, rows, in_features]`, of any dtype, to `[rows, heads · head_dim]`."""
 
-    def from_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
+    def prepared(self, widths: Sequence[int]) -> "Prepared":
         """
-        What `forward` makes of features that come in several pieces.
+        The map as a function of features that come in several pieces, to be called again and again with the weights
+        that it has now.
 
         Args:
-            pieces (`Sequence[torch.Tensor]`): each `[groups, rows, some of in_features]`, in their order.
+            widths (`Sequence[int]`): how many features each piece holds, in their order; `in_features` in total.
 
         Returns:
-            `torch.Tensor` of shape `[heads, rows, head_dim]`, not contiguous.
+            `Callable`: from pieces, each `[rows, width]` with one group and `[groups, rows, width]` with more, to
+            `[rows, heads · head_dim]` or `[heads, rows, head_dim]`.
         """
-        made: Tensor = self(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1))
-        return made.unflatten(-1, (self.heads, self.head_dim)).transpose(0, 1)
+
+        def called(pieces: Sequence[Tensor]) -> Tensor:
+            features = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1)
+            made: Tensor = self(features if features.dim() == 3 else features[None])
+            return made
+
+        return called
 
     @property
     def linear_shape(self) -> tuple[int, ...]:
@@ -107,9 +118,13 @@ class MapForm(nn.Module, ABC):
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether calling a module does more than its class says: hooks, a compiled or replaced forward, other weights."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    plain = all(type(parameter) is nn.Parameter for parameter in module.parameters())
-    return bool(hooks) or module._compiled_call_impl is not None or "forward" in module.__dict__ or not plain
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+        or any(type(parameter) is not nn.Parameter for parameter in module._parameters.values())
+    )
 
 
 def affine(features: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:

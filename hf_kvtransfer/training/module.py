@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 from ..calibration.attention import QueryRecord
 from ..calibration.texts import check_whole
+from ..contents import ContentMaker
 from ..errors import CalibrationError
 from ..features import KINDS
 from ..mapper import KVMapper
@@ -246,7 +247,7 @@ class KVTransferModule(nn.Module):
         tables, prefix = codec.tables(positions.target), self.mapper.config.exact_prefix
         records = with_queries(self.attention, queries) if self.weights.attention else None
         errors: dict[str, list[Tensor]] = {"content": [], "attention": []}
-        for index, keys, values in self.mapper.contents(source, positions, hidden):
+        for index, keys, values in ContentMaker(self.mapper, source, positions).contents(0, source.num_tokens, hidden):
             own_keys, own_values = native[0][index], native[1][index]
             content = codec.remove(own_keys, tables, index)
             # What the target reads itself is never mapped, however badly.
