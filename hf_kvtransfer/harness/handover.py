@@ -10,7 +10,8 @@ from .._compat import cache_keyword
 from ..appending import extend_cache
 from ..cache import TransferredCache
 from ..errors import PairMismatchError
-from ..geometry import ModelGeometry, decoder_of
+from ..evaluation.controls import raw_layers
+from ..geometry import decoder_of
 from ..mapper import KVMapper
 
 
@@ -24,35 +25,34 @@ class Handover:
     Args:
         source (`PreTrainedModel`): the model that reads.
         target (`PreTrainedModel`): the model that goes on.
-        mapper ([`KVMapper`], *optional*): of this pair; without it the target is given the source's cache as it is.
+        mapper ([`KVMapper`]): of this pair.
         exact_prefix (`int`, *optional*): as in [`KVMapper.convert`].
         exact_suffix (`int`, *optional*): as in [`KVMapper.convert`].
+        is_raw (`bool`, *optional*, defaults to `False`):
+            Whether the target is given the source's cache as it is, each layer the one at its relative depth.
 
     Raises:
-        [`PairMismatchError`]: if there is no mapper and the two have caches of different shapes.
+        [`PairMismatchError`]: if the cache is to be given as it is, and the shapes of layers differ.
     """
 
     def __init__(
         self,
         source: nn.Module,
         target: nn.Module,
-        mapper: KVMapper | None,
+        mapper: KVMapper,
         exact_prefix: int | None = None,
         exact_suffix: int | None = None,
+        is_raw: bool = False,
     ) -> None:
         self.source, self.target, self.mapper = source, target, mapper
         self.exact: dict[str, Any] = {"exact_prefix": exact_prefix, "exact_suffix": exact_suffix}
-        self.geometry = ModelGeometry.from_model(target)
-        if mapper is None:
-            self._check_same_shapes(ModelGeometry.from_model(source))
-
-    def _check_same_shapes(self, source: ModelGeometry) -> None:
-        shapes = [[(layer.kv_heads, layer.head_dim) for layer in side.layers] for side in (source, self.geometry)]
-        if shapes[0] != shapes[1]:
+        self.geometry = mapper.config.geometry("target")
+        self.raw = raw_layers(mapper) if is_raw else None
+        if is_raw and self.raw is None:
+            difference = "; ".join(mapper.config.geometry("source").differences(self.geometry))
             raise PairMismatchError(
-                "The target can't be given the source's cache as it is, since the two differ: "
-                f"{'; '.join(source.differences(self.geometry))}; expected the same layers, KV heads and head_dim. "
-                "Leave this control out for this pair."
+                f"The target can't be given the source's cache as it is, since the two differ: {difference}; expected "
+                "the same KV heads and head_dim. Leave the condition 'raw' out for this pair."
             )
 
     @torch.no_grad()
@@ -106,8 +106,8 @@ class Handover:
 
     def _convert(self, part: Entries, ids: Tensor) -> Entries:
         """Keys and values for the target of all tokens but the last, from those of rows without padding."""
-        if self.mapper is None:
-            return [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in part]
+        if self.raw is not None:
+            return [(part[layer][0][:, :, :-1], part[layer][1][:, :, :-1]) for layer in self.raw]
         given: dict[str, Any] = {}
         if self.mapper.config.needs_target or any(self.exact.values()):
             given = {"input_ids": ids, "target": self.target}

@@ -17,8 +17,7 @@ from .handover import Handover
 
 
 CONDITIONS = ("transferred", "native", "source", "raw", "random", "different_document", "no_context")
-_MAPPED = ("transferred", "random", "different_document")
-_HANDED_OVER = (*_MAPPED, "raw")
+_HANDED_OVER = ("transferred", "raw", "random", "different_document")
 
 # Above every token id. The harness passes context and continuation to `_model_call` as one row, in which nothing tells
 # where the continuation begins, so the ids of the context are raised by this much. They are never looked up as labels.
@@ -39,15 +38,15 @@ class TransferLM(HFLM):
 
     Args:
         source (`str` or `PreTrainedModel`, *optional*):
-            The model that reads. Needed unless the condition is `"native"` or `"no_context"`.
+            The model that reads. Not needed for the conditions `"native"` and `"no_context"`.
         target (`str` or `PreTrainedModel`): the model that goes on.
         mapper (`str` or [`KVMapper`], *optional*):
-            Of this pair: a folder or a name on the Hub. Needed for `"transferred"`, `"random"`, `"different_document"`.
+            Of this pair: a folder or a name on the Hub. Not needed for `"native"`, `"source"` and `"no_context"`.
         condition (`str`, *optional*, defaults to `"transferred"`):
             `"transferred"`, or what it is compared with: `"native"` (the target alone, exactly `hf`), `"source"` (the
-            source alone, exactly `hf`), `"raw"` (the target on the source's cache as it is), `"random"` (on what a
-            random mapper makes of it), `"different_document"` (on the converted context of the next document),
-            `"no_context"` (on the last token of the context alone).
+            source alone, exactly `hf`), `"raw"` (the target on the source's cache as it is, each layer on the one at
+            its relative depth), `"random"` (on what a random mapper makes of it), `"different_document"` (on the
+            converted context of the next document), `"no_context"` (on the last token of the context alone).
         handover (`float`, *optional*, defaults to 0.5):
             For rolling log-likelihoods: after which share of a window the target takes over, above 0 and below 1.
         exact_prefix (`int`, *optional*): as in [`KVMapper.convert`]; as the mapper was made for by default.
@@ -108,6 +107,7 @@ class TransferLM(HFLM):
         self._others: dict[str, str] = {}
         self._other_window: Tokens = []
         self._is_trial = False
+        self._largest_batch: int | None = None
         self._handover: Handover | None = None
         if condition in _HANDED_OVER:
             reader: Any = source
@@ -115,13 +115,12 @@ class TransferLM(HFLM):
                 device = source_device or str(self.device)
                 given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
                 reader = load_model(source, revision=source_revision, device=device, **given)
-            loaded: Any = mapper if condition in _MAPPED else None
-            if isinstance(loaded, str):
-                loaded = KVMapper.from_pretrained(loaded, revision=mapper_revision or "main")
-            if loaded is not None:
-                loaded.check_pair(source=reader, target=self.model, tokenizer=self.tokenizer)
-                loaded = (random_mapper(loaded) if condition == "random" else loaded).to(self.device)
-            self._handover = Handover(reader, self.model, loaded, exact_prefix, exact_suffix)
+            loaded: Any = mapper
+            if isinstance(mapper, str):
+                loaded = KVMapper.from_pretrained(mapper, revision=mapper_revision or "main")
+            loaded.check_pair(source=reader, target=self.model, tokenizer=self.tokenizer)
+            loaded = (random_mapper(loaded) if condition == "random" else loaded).to(self.device)
+            self._handover = Handover(reader, self.model, loaded, exact_prefix, exact_suffix, condition == "raw")
 
     # ------------------------------------------------------------------------------------------------ log-likelihoods
 
@@ -243,13 +242,17 @@ class TransferLM(HFLM):
             result[row, length - 1 :] = logits[row, : width - length + 1]
         return result
 
-    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+    def _detect_batch_size(self, requests: Sequence[Request] | None = None, pos: int = 0) -> int:
+        if not requests and self._largest_batch is not None:
+            return self._largest_batch
         # What is tried out for its memory must hold both models' caches.
         self._is_trial = True
         try:
-            size: int = super()._detect_batch_size(*args, **kwargs)
+            size: int = super()._detect_batch_size(requests, pos)
         finally:
             self._is_trial = False
+        if not requests:
+            self._largest_batch = size
         return size
 
     # ----------------------------------------------------------------------------------------------------- generation
@@ -291,7 +294,7 @@ def _check_arguments(given: dict[str, Any], condition: str, handover: float, kwa
             f"`{wrong[0]}` doesn't tell which of the three is meant; expected `source`, `target` and `mapper`, and "
             "`source_revision`, `target_revision` and `mapper_revision`. Use those."
         )
-    needed = {"native": ["target"], "no_context": ["target"], "source": ["source"], "raw": ["source", "target"]}
+    needed = {"native": ["target"], "no_context": ["target"], "source": ["source"]}
     missing = [name for name in needed.get(condition, list(given)) if given[name] is None]
     if missing:
         raise KVTransferError(
