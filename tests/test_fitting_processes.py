@@ -153,7 +153,7 @@ def test_two_collections_do_not_write_to_one_folder(tmp_path, monkeypatch):
     whole = gather(tmp_path)
     assert refused
     # It is let go of at the end, and by whoever dies.
-    held = "import sys, time, filelock; filelock.FileLock(sys.argv[1]).acquire(); print('held'); time.sleep(60)"
+    held = "import sys, time, filelock; l = filelock.FileLock(sys.argv[1]); l.acquire(); print('held'); time.sleep(60)"
     lock = str(tmp_path / ".lock")
     holder = subprocess.Popen([sys.executable, "-u", "-c", held, lock], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -170,7 +170,18 @@ def everything(folder, port):
 
     # The command joins the others by itself …
     wishes = ["--data", folder / "text.txt", "--sequences", 12, "--sequence-length", 32, "--batch-size", 2]
-    wishes += ["--preset", "cachebridge2026", "--k", 2, "--ridge-lambda", 1.0, "--token-stride", 2]
+    wishes += [
+        "--preset",
+        "cachebridge2026",
+        "--k",
+        2,
+        "--ridge-lambda",
+        1.0,
+        "--token-stride",
+        2,
+        "--dtype",
+        "float32",
+    ]
     arguments = ["fit", FAMILY / "small", FAMILY / "large", folder / "mapper", *wishes]
     app([str(argument) for argument in arguments], standalone_mode=False)
     # … and others may have started it before.
