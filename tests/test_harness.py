@@ -120,12 +120,14 @@ class TestAgainstTheModelAlone:
         assert transferred["kvtransfer_stories_gen"] == answers["kvtransfer_stories_gen"]
 
     def test_beams_and_truncated_contexts_too(self, identity, transfer, family_tokenizer):
-        plain = HFLM(pretrained=identity[1], tokenizer=family_tokenizer, batch_size=4, max_length=40)
+        plain = HFLM(pretrained=identity[1], tokenizer=family_tokenizer, batch_size=5, max_length=40)
         settings = {"until": ["."], "max_gen_toks": 8, "num_beams": 2}
-        asked = requests("generate_until", *[(text, settings) for text in PASSAGES[:3]], (" And", settings))
+        asked = requests(
+            "generate_until", *[(text, settings) for text in PASSAGES[:3]], (" And", settings), ("", settings)
+        )
         expected = plain.generate_until(asked, disable_tqdm=True)
         for condition in ("transferred", "raw"):
-            model = transfer(identity, condition=condition, batch_size=4, max_length=40)
+            model = transfer(identity, condition=condition, batch_size=5, max_length=40)
             assert model.generate_until(asked, disable_tqdm=True) == expected
 
 

@@ -73,8 +73,8 @@ class Handover:
         columns: list[list[Tensor]] = []
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero().flatten()
-            if length == 1:
-                continue  # the target reads its only token
+            if length < 2:
+                continue  # the target reads its only token, or the padding of an empty prompt
             part = [
                 (keys[rows.to(keys.device), :, -length:], values[rows.to(keys.device), :, -length:])
                 for keys, values in entries

@@ -12,8 +12,8 @@ from ..errors import KVTransferError
 from ..evaluation.controls import random_mapper
 from ..loading import load_config, load_model
 from ..mapper import KVMapper
-from .documents import other_documents
 from .handover import Handover
+from .other_documents import other_documents
 
 
 CONDITIONS = ("transferred", "native", "source", "raw", "random", "different_document", "no_context")
@@ -139,7 +139,7 @@ class TransferLM(HFLM):
         scores: list[float] = []
         # One document at a time, since windows don't tell which they are from.
         for request in requests:
-            self._other_window = [self.prefix_token_id, *self.tok_encode(self._others[request.args[0]])]
+            self._other_window = [self.prefix_token_id, *self.tok_encode(self._others.get(request.args[0], ""))]
             scores.extend(super().loglikelihood_rolling([request], disable_tqdm=True))
         return scores
 
