@@ -101,7 +101,7 @@ def run_demo(
         published = KVMapper.from_statistics(statistics, preset="heo2026")
         alone = KVMapper.from_statistics(statistics, anchor_layers=1, exact_prefix=0, k=0)
         mapper.save_pretrained(Path(folder) / "mapper")
-        mapper = KVMapper.from_pretrained(Path(folder) / "mapper")
+        mapper = KVMapper.from_pretrained(Path(folder) / "mapper", min_gap_recovered=False)
     mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
     costs = {
         name: conversion_flops(one.config, _PREFIX_TOKENS).share_of_prefill

@@ -103,7 +103,7 @@ def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> K
             raise CalibrationError(
                 f"`{name}` is {getattr(command, name)}; expected {least} or more. Say how many rows of text there are."
             )
-    mapper = KVMapper.from_pretrained(command.mapper, revision=command.mapper_revision)
+    mapper = KVMapper.from_pretrained(command.mapper, revision=command.mapper_revision, min_gap_recovered=False)
     if command.form is not None and command.form != mapper.config.map_type:
         mapper = with_form(mapper, command.form, hidden=command.hidden)
     tokenizer = load_tokenizer(
