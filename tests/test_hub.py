@@ -202,8 +202,24 @@ class TestPublishing:
         config["digests"]["../secret.safetensors"] = "0" * 32
         path.write_text(json.dumps(config))
         (evaluated.parent / "secret.safetensors").write_text("secret")
-        with pytest.raises((MapperFileError, EvidenceError)):
+        with pytest.raises(MapperFileError, match=r"lacks \.\./secret.safetensors"):
             online(push_saved, evaluated, "org/mapper", token="ann")
+        assert not hub.requests
+
+    def test_a_report_from_another_folder_comes_with_the_mapper(self, hub, online, saved, evaluated, tmp_path):
+        shutil.copytree(evaluated, tmp_path / "report", ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+        online(push, saved(3.0), "org/mapper", token="ann", report_dir=tmp_path / "report")
+        assert set(hub.files("org/mapper")) == WITH_REPORT
+        assert json.loads(hub.files("org/mapper")["config.json"])["scores"]["evaluation"]["measures"]
+
+    def test_a_report_of_another_recipe_does_not(self, hub, online, saved, evaluated, tmp_path):
+        path = evaluated / "report.json"
+        report = json.loads(path.read_text())
+        path.write_text(json.dumps({**report, "mapper": {**report["mapper"], "preset": "heo2026"}}))
+        with pytest.raises(EvidenceError, match="The report is of another mapper: `preset`"):
+            online(push, saved(3.0), "org/mapper", token="ann", report_dir=evaluated)
+        with pytest.raises(MapperFileError, match="No report could be read from"):
+            online(push, saved(3.0), "org/mapper", token="ann", report_dir=tmp_path / "nowhere")
         assert not hub.requests
 
     def test_arguments_are_those_of_transformers(self):
