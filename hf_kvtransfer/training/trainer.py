@@ -284,7 +284,8 @@ class KVMapperTrainer(Trainer):
 
     def _load_mapper(self, folder: str) -> None:
         mapper = self.module.mapper
-        mapper.load_state_dict(type(mapper).from_pretrained(folder, dtype=mapper.dtype, min_gap_recovered=False).state_dict())
+        loaded = type(mapper).from_pretrained(folder, dtype=mapper.dtype, min_gap_recovered=False)
+        mapper.load_state_dict(loaded.state_dict())
 
 
 def _frozen(model: nn.Module | None, device: torch.device) -> nn.Module | None:
