@@ -38,6 +38,8 @@ TESTS = {
         "test_mapper_files.py",
         "test_anchors.py::TestConfigurationsThatContradictThemselves",
     ],
+    "evidence": ["test_evidence.py"],
+    "cards": ["test_cards.py"],
     "conversion": ["test_anchors.py", "test_convert.py"],
     "native": ["test_native.py"],
     "recipes": ["test_recipes.py::TestRefusals", "test_bad_input.py"],
