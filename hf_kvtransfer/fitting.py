@@ -1,8 +1,9 @@
 """From two loaded models, or from saved statistics, to a fitted mapper."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .calibration import CalibrationStatistics, collect, iter_texts, r2
+from .calibration.apart import collect_apart
 from .calibration.ridge import RidgeSolution
 from .calibration.texts import DEFAULT_DATASET, describe_source
 from .config import KVMapperConfig
@@ -53,6 +55,7 @@ def fit_mapper(
     exact_prefix: int | None = None,
     exact_suffix: int | None = None,
     statistics_dir: str | os.PathLike[str] | None = None,
+    kinds_apart: bool = False,
     target_tokenizer: Any = None,
     source_revision: str | None = None,
     target_revision: str | None = None,
@@ -104,6 +107,9 @@ def fit_mapper(
         exact_suffix (`int`, *optional*): last tokens that it reads itself on top of the converted ones; 0 by default.
         statistics_dir (`str` or `os.PathLike`, *optional*):
             Where the statistics are kept while they grow and afterwards. A fit that was interrupted goes on from there.
+        kinds_apart (`bool`, *optional*, defaults to `False`):
+            Read the text once for keys and once for values, which halves the memory for statistics and doubles the
+            time; with `statistics_dir`, for maps that don't read both kinds.
         target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The target's own tokenizer; if given, it must be the same as `tokenizer`.
         source_revision (`str`, *optional*):
@@ -154,17 +160,22 @@ def fit_mapper(
     for model in (source, target):
         verify_position_free(model, RotaryCodec.from_model(model))
     dataset = DEFAULT_DATASET if dataset is None else dataset
-    texts = iter_texts(dataset, text_field=text_field, split=dataset_split, config_name=dataset_config)
+    if kinds_apart and (statistics_dir is None or isinstance(dataset, Iterator)):
+        raise CalibrationError(
+            f"kinds_apart needs a `statistics_dir`, given {statistics_dir}, and a dataset that can be read twice, "
+            f"given a {type(dataset).__name__}; expected a folder, and a list, a file or the name of a dataset."
+        )
+    texts = partial(iter_texts, dataset, text_field=text_field, split=dataset_split, config_name=dataset_config)
     if target_tokenizer is not None:
         calibration["fingerprints"] = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(target_tokenizer)
-    calibration.setdefault("layout", chosen.layout(*geometries, memory=available_memory() // 2))
+    calibration.setdefault("layout", chosen.layout(*geometries, memory=0 if kinds_apart else available_memory() // 2))
     calibration.setdefault("attention_rows", chosen.weighted)
     calibration.setdefault("sample_tokens", chosen.sample_tokens)
     manifest = pair_manifest(source, target, source_revision, target_revision)
     name = dataset_name or describe_source(dataset)
-    statistics = collect(
-        source, target, tokenizer, texts, dataset=name, checkpoint_dir=statistics_dir, manifest=manifest, **calibration
-    )
+    calibration |= {"dataset": name, "manifest": manifest}
+    gathered = partial(_gathered, source, target, tokenizer, texts, kinds_apart)
+    statistics = gathered(checkpoint_dir=statistics_dir, **calibration)
     anchors = [] if isinstance(dataset, Iterator) else chosen.anchors(geometries[1].num_layers)
     # Whether maps will read what the target makes of a predicted stream, of which these statistics know nothing yet.
     refits = [start > 0 and start + layers < geometries[1].num_layers for start, layers in anchors]
@@ -181,17 +192,8 @@ def fit_mapper(
     # What the target makes of a predicted stream is not quite its own; the maps that read it are solved on what they
     # will be given. The anchor and the prediction stay.
     calibration["layout"] = replace(calibration["layout"], anchors=(depth,))
-    statistics = collect(
-        source,
-        target,
-        tokenizer,
-        iter_texts(dataset, text_field=text_field, split=dataset_split, config_name=dataset_config),
-        dataset=name,
-        checkpoint_dir=None if statistics_dir is None else os.path.join(statistics_dir, _REFIT),
-        manifest=manifest,
-        anchored_by=mapper,
-        **calibration,
-    )
+    folder = None if statistics_dir is None else os.path.join(statistics_dir, _REFIT)
+    statistics = gathered(checkpoint_dir=folder, anchored_by=mapper, **calibration)
     changes |= {"anchor_start": settled[0], "anchor_layers": settled[1]}
     if chosen.chooses_anchor:
         changes["max_cost"] = mapper.config.selection["max_cost"]
@@ -199,6 +201,14 @@ def fit_mapper(
     if chosen.chooses_anchor:
         refitted.config.selection["anchors"] = mapper.config.selection["anchors"]
     return refitted
+
+
+def _gathered(
+    source: nn.Module, target: nn.Module, tokenizer: Any, texts: Callable[[], Any], apart: bool, **wishes: Any
+) -> CalibrationStatistics:
+    if apart:
+        return collect_apart(source, target, tokenizer, texts=texts, **wishes)
+    return collect(source, target, tokenizer, texts(), **wishes)
 
 
 def mapper_from_statistics(

@@ -18,8 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_kvtransfer.calibration import CalibrationStatistics, capture, capture_content, collect, pack
+from hf_kvtransfer.calibration import CalibrationStatistics, FeatureLayout, capture, capture_content, collect, pack
+from hf_kvtransfer.calibration.apart import collect_apart
 from hf_kvtransfer.errors import CalibrationError, MapperFileError
+from hf_kvtransfer.fitting import fit_mapper
 from hf_kvtransfer.geometry import decoder_of, tokenizer_fingerprint
 from hf_kvtransfer.rope import RotaryCodec
 
@@ -361,3 +363,33 @@ def test_a_tokenizer_that_can_only_be_another_models_is_refused(family_model):
     model = family_model("small")
     with pytest.raises(CalibrationError, match="knows 2 tokens, the models have 3072 embeddings"):
         collect(model, model, tiny, ["a a a a"] * 50, sequence_length=8)
+
+
+class TestKindsApart:
+    def test_are_both_at_once(self, qwen3, llama, tokenizer, tmp_path):
+        wishes = {**SETTINGS, "attention_rows": True, "sample_tokens": 40}
+        whole = collect(qwen3, llama, tokenizer, TEXTS, **wishes)
+        for folder in (None, tmp_path):
+            apart = collect_apart(qwen3, llama, tokenizer, texts=lambda: TEXTS, checkpoint_dir=folder, **wishes)
+            assert (apart.tokens, apart.calibration) == (whole.tokens, whole.calibration)
+            for split, systems in whole.splits.items():
+                for name, moments in systems.items():
+                    for part, tensor in moments.tensors().items():
+                        assert torch.equal(apart.splits[split][name].tensors()[part], tensor)
+            for key, sums in whole.weighted.items():
+                for part, tensor in sums.tensors().items():
+                    assert torch.equal(apart.weighted[key].tensors()[part], tensor)
+            assert torch.equal(apart.sample.source.keys, whole.sample.source.keys)
+        alone = collect(qwen3, llama, tokenizer, TEXTS, kinds=("values",), **wishes)
+        assert not alone.splits["fit"]["keys"].sxx.any()
+        other = collect(qwen3, llama, tokenizer, TEXTS[5:], kinds=("keys",), **wishes)
+        with pytest.raises(CalibrationError, match="expected two collections of the same text"):
+            other.with_kind("values", alone)
+
+    def test_what_does_not_allow_it_is_refused(self, qwen3, llama, tokenizer):
+        for changes in ({"kinds": ("keys",), "layout": FeatureLayout(joint=True)}, {"kinds": ("queries",)}):
+            with pytest.raises(CalibrationError, match="with joint features, which are summed together"):
+                collect(qwen3, llama, tokenizer, TEXTS, **SETTINGS, **changes)
+        for wishes in ({}, {"statistics_dir": "unused", "dataset": iter(TEXTS)}):
+            with pytest.raises(CalibrationError, match="kinds_apart needs a `statistics_dir`"):
+                fit_mapper(qwen3, llama, tokenizer=tokenizer, kinds_apart=True, **{"dataset": TEXTS, **wishes})

@@ -29,6 +29,7 @@ _SETTINGS = (
     "heldout_fraction",
     "attention_rows",
     "sample_tokens",
+    "kinds",
     "anchored_by",
     "source_dtype",
     "target_dtype",

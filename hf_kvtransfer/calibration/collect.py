@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .._version import __version__
 from ..errors import CalibrationError
+from ..features import KINDS
 from ..geometry import ModelGeometry, tokenizer_fingerprint
 from ..memory import available_memory
 from ..pairing import weight_sample
@@ -66,6 +68,7 @@ def collect(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 16,
     resume: bool = True,
+    kinds: Sequence[str] = KINDS,
     sums_on_disk: bool | None = None,
     progress: bool = True,
 ) -> CalibrationStatistics:
@@ -109,6 +112,9 @@ def collect(
             moment, costs the batches since the last save and nothing else.
         checkpoint_every (`int`, *optional*, defaults to 16): Batches between two saves.
         resume (`bool`, *optional*, defaults to `True`): Go on from what is in `checkpoint_dir`, else start over.
+        kinds (`Sequence[str]`, *optional*):
+            `("keys",)` or `("values",)` to sum one kind alone, which takes half the memory; the other in another
+            collection, and [`CalibrationStatistics.with_kind`] to put them together. Both by default.
         sums_on_disk (`bool`, *optional*):
             Keep the large sums in files, of `checkpoint_dir` if given, that are mapped into memory. By default only if
             they take more than most of the main memory. It is slow if the disk is.
@@ -142,6 +148,12 @@ def collect(
             f"token_stride is {token_stride} and sequence_length {sequence_length}: only the first token of each "
             "sequence would be kept. Expected a stride below the length."
         )
+    layout = layout or FeatureLayout()
+    if tuple(kinds) not in (KINDS, KINDS[:1], KINDS[1:]) or (layout.joint and tuple(kinds) != KINDS):
+        raise CalibrationError(
+            f"kinds is {kinds!r}{' with joint features' if layout.joint else ''}; expected ('keys',), ('values',) or "
+            "both, and both with joint features, which are summed together. Leave out `kinds`, or the joint features."
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CalibrationError(
             f"The tokenizer is a {type(tokenizer).__name__}, expected the tokenizer that both models share: load it "
@@ -151,8 +163,9 @@ def collect(
         manifest = {"source_weights": weight_sample(source), "target_weights": weight_sample(target)}
     geometries = ModelGeometry.from_model(source), ModelGeometry.from_model(target)
     folder = Path(checkpoint_dir) if checkpoint_dir is not None else None
-    layout, shard = layout or FeatureLayout(), Shard.current()
-    needed = bytes_needed(*geometries, layout, dtype, attention_rows)
+    shard = Shard.current()
+    # What isn't summed isn't written to either, and takes no room.
+    needed = bytes_needed(*geometries, layout, dtype, attention_rows) * len(kinds) // len(KINDS)
     place, disk = _place(needed, device, sums_on_disk, folder, source)
     expected = Collection(
         source=geometries[0],
@@ -167,6 +180,7 @@ def collect(
             "heldout_fraction": heldout_fraction,
             "attention_rows": attention_rows,
             "sample_tokens": sample_tokens,
+            "kinds": list(kinds),
             "anchored_by": None if anchored_by is None else _entry_digest(anchored_by),
             "source_dtype": _dtype_name(source),
             "target_dtype": _dtype_name(target),
@@ -198,7 +212,7 @@ def collect(
                 "both were trained with. Load it from the source checkpoint with `AutoTokenizer.from_pretrained`."
             )
         passes = Passes(
-            source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens, anchored_by
+            source, target, codecs, token_stride, heldout_fraction, attention_rows, sample_tokens, anchored_by, kinds
         )
         own = None if folder is None else shard.folder(folder)
         unsaved = 0

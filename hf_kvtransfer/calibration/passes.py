@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..conversion import anchor_output
+from ..features import KINDS
 from ..rope import RotaryCodec
 from .attention import QueryRecord, boundaries, record_queries
 from .capture import Content, capture_content, embedding_weight
@@ -39,6 +40,7 @@ class Passes:
         attention_rows (`bool`): Whether rows weighted by attention are summed too.
         sample_tokens (`int`): About so many held-out tokens are kept.
         anchored_by ([`~hf_kvtransfer.KVMapper`], *optional*): Whose anchor stands in for the target's own stream.
+        kinds (`Sequence[str]`, *optional*): Whether keys, values or, by default, both are summed.
     """
 
     source: nn.Module
@@ -49,6 +51,7 @@ class Passes:
     attention_rows: bool
     sample_tokens: int
     anchored_by: KVMapper | None
+    kinds: Sequence[str] = KINDS
 
     def is_sampled(self, index: int, tokens: int) -> bool:
         """Whether a sequence of the collection is one of the first held-out ones, which are kept whole."""
@@ -78,9 +81,9 @@ class Passes:
         for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
             if chosen:
                 parts = (read, predicted) if len(chosen) == rows else (c.rows(chosen, rows) for c in (read, predicted))
-                statistics.update_content(split, *parts)
+                statistics.update_content(split, *parts, self.kinds)
         if weights is not None:
-            weights.add_to(statistics, read.rows(fit, rows), predicted.rows(fit, rows), fit)
+            weights.add_to(statistics, read.rows(fit, rows), predicted.rows(fit, rows), fit, self.kinds)
         if read.whole is not None and predicted.whole is not None:
             skip, chosen_stream = statistics.layout.skip, None if stream is None else stream[sampled]
             taken = sample_of(read.whole, predicted.whole, records, len(sampled), skip, chosen_stream)

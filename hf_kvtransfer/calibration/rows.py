@@ -43,7 +43,14 @@ class AttentionRows:
         for kind, weights in zip(KINDS, row_weights(record, keys, values), strict=True):
             self._weights[layer, kind] = weights[:, :, self._kept]
 
-    def add_to(self, statistics: CalibrationStatistics, source: Content, target: Content, rows: Sequence[int]) -> None:
+    def add_to(
+        self,
+        statistics: CalibrationStatistics,
+        source: Content,
+        target: Content,
+        rows: Sequence[int],
+        summed: Sequence[str] = KINDS,
+    ) -> None:
         """
         Adds some rows of the batch to the weighted sums.
 
@@ -52,6 +59,7 @@ class AttentionRows:
             source (`Content`): Of these rows.
             target (`Content`): Of these rows.
             rows (`Sequence[int]`): Which rows of the batch they are.
+            summed (`Sequence[str]`, *optional*): Which kinds; both by default.
         """
         every = Support(tuple(range(statistics.source.num_layers)), heads="local")
         content = {"keys": source.keys, "values": source.values}
@@ -59,7 +67,7 @@ class AttentionRows:
         offsets = statistics.source.offsets
         for layer, geometry in enumerate(statistics.target.layers):
             columns = slice(*statistics.target.offsets[layer : layer + 2])
-            for kind in KINDS:
+            for kind in summed:
 
                 def read(lag: int, read_kind: str, index: int) -> torch.Tensor:
                     return content[read_kind][:, offsets[index] : offsets[index + 1]]

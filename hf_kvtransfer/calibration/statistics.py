@@ -7,6 +7,7 @@ processes can be merged.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,6 +154,31 @@ class CalibrationStatistics:
         self.calibration, self.manifest, self.sample = other.calibration, other.manifest, other.sample
         return self
 
+    def with_kind(self, kind: str, other: CalibrationStatistics) -> CalibrationStatistics:
+        """
+        Take over one kind from statistics of the same rows, in which the other kind was left out.
+
+        Args:
+            kind (`str`): `"keys"` or `"values"`.
+            other (`CalibrationStatistics`): Of the same pair and text; its sums are shared, not copied.
+
+        Returns:
+            `CalibrationStatistics`: `self`.
+
+        Raises:
+            CalibrationError: If they aren't of the same rows, or hold both kinds in one.
+        """
+        if self.layout != other.layout or self.layout.joint or not self._has_same_rows(other, kind):
+            raise CalibrationError(
+                f"The {kind} of other statistics can't be taken over: expected two collections of the same text, one "
+                "of each kind, without joint features. Collect both with the same arguments but `kinds`."
+            )
+        for split in SPLITS:
+            self.splits[split][kind] = other.splits[split][kind]
+        self.weighted |= {key: sums for key, sums in other.weighted.items() if key[1] == kind}
+        self.calibration["kinds"] = list(KINDS)
+        return self
+
     def moments(self, split: str, kind: str) -> Moments:
         """
         The moments of one split that hold a kind, `"keys"` or `"values"`.
@@ -204,7 +230,7 @@ class CalibrationStatistics:
 
         self.update_content(split, Content(source_keys, source_values), Content(target_keys, target_values))
 
-    def update_content(self, split: str, source: Content, target: Content) -> None:
+    def update_content(self, split: str, source: Content, target: Content, summed: Sequence[str] = KINDS) -> None:
         """
         Add tokens to a split.
 
@@ -212,6 +238,7 @@ class CalibrationStatistics:
             split (`str`): `"fit"` or `"heldout"`.
             source (`Content`): Of all source layers, with as many previous tokens as the layout asks for.
             target (`Content`): Of all target layers, with the hidden states that the layout asks for.
+            summed (`Sequence[str]`, *optional*): Which kinds; both by default, and always where they are joint.
 
         Raises:
             CalibrationError: If the split is unknown or a shape doesn't fit.
@@ -220,6 +247,8 @@ class CalibrationStatistics:
             raise CalibrationError(f"There is no split {split!r}; the splits are {' and '.join(map(repr, SPLITS))}.")
         tokens = [(source.keys, source.values), *source.previous]
         for name in self.layout.names:
+            if name in KINDS and name not in summed:
+                continue
             kinds = [KINDS.index(kind) for kind in KINDS if self.layout.name(kind) == name]
             x = [pair[kind] for pair in tokens for kind in kinds] + [hidden.to(source.keys) for hidden in target.hidden]
             y = [(target.keys, target.values)[kind] for kind in kinds]
@@ -278,9 +307,10 @@ class CalibrationStatistics:
         self.calibration = _merged_description(self.calibration, other.calibration)
         return self
 
-    def _has_same_rows(self, other: CalibrationStatistics) -> bool:
+    def _has_same_rows(self, other: CalibrationStatistics, kind: str = KINDS[0]) -> bool:
         rows = self.calibration.get("rows_sha256")
-        return bool(rows) and any(self.tokens.values()) and rows == other.calibration.get("rows_sha256")
+        counted = any(other.splits[split][other.layout.name(kind)].count for split in SPLITS)
+        return bool(rows) and counted and rows == other.calibration.get("rows_sha256")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """
