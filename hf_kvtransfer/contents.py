@@ -89,8 +89,8 @@ class ContentMaker:
 
         Yields:
             `tuple[int, torch.Tensor, torch.Tensor]`: a target layer and its keys, without RoPE, and values, each
-            `[batch, kv_heads, stop − start, head_dim]`, in the maps' dtype and where they are computed. Gradients flow through
-            them into the maps where they are enabled.
+            `[batch, kv_heads, stop − start, head_dim]`, in the maps' dtype and where they are computed. Gradients flow
+            through them into the maps where they are enabled.
         """
         batch, geometry = self._source.batch_size, self.packing.target
         reader = ContentReader(self._codec, self._source, self._positions, self.packing, start, stop)
