@@ -12,6 +12,7 @@ _RECIPES = {
     "all": ("#CC79A7", "v", "all source layers"),
     "anchored": ("#009E73", "D", "one target layer and four of the source"),
 }
+_TITLES = {"tiny": "tiny family", "smollm2": "SmolLM2-135M", "qwen3": "Qwen3, narrower"}
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -44,11 +45,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             if not some:
                 continue
             _line(times, some, "conversion", colour, marker, label)
-            _line(times, some, "conversion_floor", colour, "", f"{label}: floor", linestyle=":")
+            _line(times, some, "conversion_floor", colour, "", "", linestyle=":")
             _line(gains, some, "warm_speedup", colour, marker, label)
-            _line(gains, some, "counted_speedup", colour, "", f"{label}: by operations alone", linestyle="--")
+            _line(gains, some, "counted_speedup", colour, "", "", linestyle="--")
         gains.axhline(1, color="black", linewidth=0.8)
-        times.set_title(shape)
+        times.set_title(_TITLES.get(shape, shape))
         for axis in (times, gains):
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
@@ -62,7 +63,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         gains.set_xlabel("context, tokens")
     axes[0][0].set_ylabel("time, seconds")
     axes[1][0].set_ylabel("prefill / conversion")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    # What the colours' thin lines are, once for all of them.
+    for linestyle, name in ((":", "the conversion's floor"), ("--", "speed-up by operations alone")):
+        handles[name] = pyplot.Line2D([], [], color="#777777", linestyle=linestyle, linewidth=1.2)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     pyplot.close(figure)
 

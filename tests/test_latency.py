@@ -352,7 +352,7 @@ def test_rows_are_drawn(rows, tmp_path):
     made = [{**row, "shape": shape, "recipe": recipe} for row in rows for shape in "ab" for recipe in ("full", "local")]
     draw(made, tmp_path / "figure.svg")
     figure = (tmp_path / "figure.svg").read_text()
-    for words in ("context, tokens", "time, seconds", "prefill / conversion", "full heads", "local heads: floor"):
+    for words in ("context, tokens", "time, seconds", "prefill / conversion", "full heads", "the conversion's floor"):
         assert words in figure
     assert "one target layer" not in figure
 
