@@ -38,7 +38,7 @@ TESTS = {
         "test_mapper_files.py",
         "test_anchors.py::TestConfigurationsThatContradictThemselves",
     ],
-    "evidence": ["test_evidence.py"],
+    "evidence": ["test_evidence.py", "test_cards.py::TestFolders"],
     "cards": ["test_cards.py"],
     "conversion": ["test_anchors.py", "test_convert.py"],
     "native": ["test_native.py"],
