@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,25 @@ class TestKindsApart:
         for wishes in ({}, {"statistics_dir": "unused", "dataset": iter(TEXTS)}):
             with pytest.raises(CalibrationError, match="kinds_apart needs a `statistics_dir`"):
                 fit_mapper(qwen3, llama, tokenizer=tokenizer, kinds_apart=True, **{"dataset": TEXTS, **wishes})
+
+
+def test_models_on_devices_of_their_own_are_read_side_by_side_and_sum_the_same(qwen3, llama, tokenizer, monkeypatch):
+    wishes = {**SETTINGS, "attention_rows": True, "sample_tokens": 40}
+    alone, threads = collect(qwen3, llama, tokenizer, TEXTS, **wishes), set()
+
+    def noted(model, *arguments, **options):
+        threads.add((id(model), threading.get_ident()))
+        return capture_content(model, *arguments, **options)
+
+    # As if each had a device to itself.
+    monkeypatch.setattr(passes_module, "_devices", lambda model: {id(model)})
+    monkeypatch.setattr(passes_module, "capture_content", noted)
+    together = collect(qwen3, llama, tokenizer, TEXTS, **wishes)
+    assert len({thread for _, thread in threads}) > 1
+    for name, moments in alone.splits["fit"].items():
+        for part, tensor in moments.tensors().items():
+            assert torch.equal(together.splits["fit"][name].tensors()[part], tensor)
+    for key, sums in alone.weighted.items():
+        assert torch.equal(together.weighted[key].tensors()["gram"], sums.tensors()["gram"])
+    for mine, theirs in zip(together.sample.records, alone.sample.records, strict=True):
+        assert torch.equal(mine.queries, theirs.queries)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
 from ..features import KINDS
 from .collect import collect
 from .statistics import CalibrationStatistics
@@ -16,13 +19,20 @@ if TYPE_CHECKING:
 
 
 def collect_apart(
-    *pair: Any, texts: Callable[[], Any], checkpoint_dir: str | os.PathLike[str] | None = None, **wishes: Any
+    source: nn.Module,
+    target: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Callable[[], Any],
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    **wishes: Any,
 ) -> CalibrationStatistics:
     """
     [`collect`] twice, once for each kind: half the sums in memory at a time, for twice the time.
 
     Args:
-        *pair: Source, target and tokenizer, as [`collect`] takes them.
+        source (`torch.nn.Module`): As in [`collect`].
+        target (`torch.nn.Module`): Likewise.
+        tokenizer (`PreTrainedTokenizerBase`): Likewise.
         texts (`Callable`): Gives the same text each time it is called.
         checkpoint_dir (`str` or `os.PathLike`, *optional*):
             Each kind is kept in a folder of its own in there, and mapped from its file once it is complete. Without it
@@ -38,7 +48,7 @@ def collect_apart(
     parts = []
     for kind in KINDS:
         folder = None if checkpoint_dir is None else Path(checkpoint_dir) / kind
-        part = collect(*pair, texts(), checkpoint_dir=folder, kinds=(kind,), **wishes)
+        part = collect(source, target, tokenizer, texts(), checkpoint_dir=folder, kinds=(kind,), **wishes)
         parts.append(part if folder is None else CalibrationStatistics.load(folder, verify=False))
         del part  # before the next one grows
     return parts[0].with_kind(KINDS[1], parts[1])

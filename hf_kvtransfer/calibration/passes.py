@@ -80,8 +80,9 @@ class Passes:
             predicted.hidden[-1] = stream[:, :: self.stride].to(predicted.hidden[-1]).flatten(0, 1)
         for split, chosen in zip(SPLITS, (fit, heldout), strict=True):
             if chosen:
-                parts = (read, predicted) if len(chosen) == rows else (c.rows(chosen, rows) for c in (read, predicted))
-                statistics.update_content(split, *parts, self.kinds)
+                # Without a copy where all rows are of one split.
+                x, y = (c if len(chosen) == rows else c.rows(chosen, rows) for c in (read, predicted))
+                statistics.update_content(split, x, y, self.kinds)
         if weights is not None:
             weights.add_to(statistics, read.rows(fit, rows), predicted.rows(fit, rows), fit, self.kinds)
         if read.whole is not None and predicted.whole is not None:
