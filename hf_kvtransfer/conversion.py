@@ -53,7 +53,7 @@ def convert_cache(
     if not len(mapper.layers):
         raise ConversionError(
             "This mapper has no maps yet; expected a fitted one. Use `KVMapper.fit`, `KVMapper.from_pretrained`, "
-            "or `set_as_identity()` for a model and itmapper."
+            "or `set_as_identity()` for a model and itself."
         )
     _ask_for_multimodal_positions(mapper, position_ids)
     read = read_source_cache(source_cache, mapper.geometry("source"))
