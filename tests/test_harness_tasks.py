@@ -27,21 +27,10 @@ Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar
 
 def test_the_program_of_the_harness_knows_the_model_once_a_task_is_named_by_its_path(family):
     task = tasks_path() / "kvtransfer_stories_mc.yaml"
-    asked = f"source={family / 'small'},target={family / 'large'},condition=native"
+    models = f"source={family / 'small'},target={family / 'large'},condition=native"
+    arguments = ["--model", MODEL, "--model_args", models, "--limit", "2"]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "lm_eval",
-            "--model",
-            MODEL,
-            "--model_args",
-            asked,
-            "--tasks",
-            str(task),
-            "--limit",
-            "2",
-        ],
+        [sys.executable, "-m", "lm_eval", *arguments, "--include_path", str(tasks_path()), "--tasks", str(task)],
         capture_output=True,
         text=True,
         cwd=ROOT,
