@@ -89,8 +89,8 @@ class KVMapperTrainer(Trainer):
     ) -> None:
         if not isinstance(args, KVTrainingArguments):
             raise CalibrationError(
-                f"`args` is a {type(args).__name__}; expected `KVTrainingArguments`, which say what the losses are made "
-                "of. It takes every argument of `TrainingArguments`."
+                f"`args` is a {type(args).__name__}; expected `KVTrainingArguments`, which say what the losses are "
+                "made of. It takes every argument of `TrainingArguments`."
             )
         mapper.check_pair(source=source, target=target)
         evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
