@@ -199,9 +199,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the tiny family alone, once each: does it run?")
     parser.add_argument("--parts", default="calibration,sweep,processes", help="which to measure, of all three")
     parser.add_argument("--shapes", default="tiny family,SmolLM2-135M", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument(
-        "--sums", default=",".join(SUMS), help="of a calibration; weighted takes most memory"
-    )
+    parser.add_argument("--sums", default=",".join(SUMS), help="of a calibration; weighted takes most memory")
     parser.add_argument("--trials", type=int, default=5, help="medians are over so many, after one to warm up")
     parser.add_argument("--batch", default="4x512", help="sequences and tokens of a batch of the larger shapes")
     parser.add_argument(
