@@ -159,8 +159,8 @@ class Comparison:
             cosines.append(cosine.flatten(1).cpu())
             layers.append(
                 {
-                    "keys": _errors(*(each[:, :, first:seen] for each in content)),
-                    "values": _errors(*(each[:, :, first:seen] for each in (own.values, values))),
+                    "keys": squared_errors(*(each[:, :, first:seen] for each in content)),
+                    "values": squared_errors(*(each[:, :, first:seen] for each in (own.values, values))),
                     "cosine": cosine.sum(dim=(0, 2)).tolist(),
                     "queries": cosine.shape[0] * cosine.shape[2],
                 }
@@ -203,7 +203,7 @@ class FidelitySums:
         return [(layer["cosine"] / layer["queries"]).tolist() for layer in self._layers]
 
 
-def _errors(actual: Tensor, predicted: Tensor) -> dict[str, Any]:
+def squared_errors(actual: Tensor, predicted: Tensor) -> dict[str, Any]:
     """Both `[batch, kv_heads, tokens, head_dim]`: what R² per head is made of, of tokens that come bit by bit."""
     actual, predicted = actual.double(), predicted.double()
     return {
