@@ -34,7 +34,34 @@ def test_a_fitted_mapper_is_trained_and_loads(family, family_model, family_token
     trained = KVMapper.from_pretrained(tmp_path / "trained")
     assert trained.config.calibration["training"]["steps"] == 2
     assert any((one != other).any() for one, other in zip(fitted.parameters(), trained.parameters(), strict=True))
-    assert "eval_content" in json.loads((tmp_path / "trained" / "eval_results.json").read_text())
+    after = json.loads((tmp_path / "trained" / "eval_results.json").read_text())
+    states = json.loads((tmp_path / "trained" / "trainer_state.json").read_text())["log_history"]
+    before = next(entry for entry in states if "eval_content" in entry)
+    assert before["step"] == 0
+    assert f"{before['eval_content']:.5f}" != f"{after['eval_content']:.5f}"
+    shown = [line.split() for line in result.output.splitlines() if "content" in line]
+    assert ["content", f"{before['eval_content']:.5f}", f"{after['eval_content']:.5f}"] in [
+        [part for part in line if part != "|"] for line in shown
+    ]
+    assert "on 2 held-out rows" in result.output
+    # What the closed form had is under its own name.
+    assert trained.config.scores["closed_form"]["r2"] == fitted.config.scores["r2"]
+    assert "r2" not in trained.config.scores
+
+
+def test_without_rows_held_out_losses_before_and_after_are_those_of_training_rows(family, family_model, tmp_path):
+    text = family / "data" / "calibration.jsonl"
+    mapper = KVMapper.for_pair(family_model("small"), family_model("small"))
+    mapper.set_as_identity().save_pretrained(tmp_path / "identity")
+    result = run(
+        "train", "--mapper", tmp_path / "identity", "--source", family / "small", "--target", family / "small",
+        "--text", text, "--sequence_length", 32, "--train_sequences", 4, "--eval_sequences", 0, "--max_steps", 1,
+        "--scale_rows", 3, "--output_dir", tmp_path / "trained", "--report_to", "none", "--use_cpu", True,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "on 3 rows, which were trained on" in result.output
+    loss = next(line for line in result.output.splitlines() if line.replace("|", " ").split()[:1] == ["loss"])
+    assert float(loss.replace("|", " ").split()[1]) < 1e-5  # an identity is exact before
 
 
 def test_every_training_argument_is_in_the_help(capfd):

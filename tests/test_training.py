@@ -28,6 +28,7 @@ from hf_kvtransfer.training import (
     with_form,
 )
 from hf_kvtransfer.training.batches import anchor_output_of, source_cache
+from hf_kvtransfer.training.resuming import load_weights
 
 from .conftest import FAMILY
 
@@ -470,6 +471,63 @@ class TestRefusals:
         file.write_bytes(bytes(content))
         with pytest.raises(MapperFileError):
             train(fitted, args, resume=True, train_dataset=plain_features)
+
+    @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+    def test_a_truncated_file_of_a_checkpoint(self, fitted, plain_features, tmp_path, name):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+        train(fitted, args, train_dataset=plain_features)
+        file = tmp_path / "checkpoint-2" / name
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        with pytest.raises(MapperFileError, match="of an interrupted training can't be used .*Resume from an earlier"):
+            train(fitted, arguments(tmp_path), resume=True, train_dataset=plain_features)
+
+    def test_a_checkpoint_of_another_mapper(self, fitted, pair, plain_features, tmp_path):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+        train(fitted, args, train_dataset=plain_features)
+        with pytest.raises(CalibrationError, match="holds another mapper .*`map_type` is 'residual' there"):
+            train(fitted, args, mapper=copy.deepcopy(fitted), resume=True, train_dataset=plain_features)
+        shifted = with_form(KVMapper.for_pair(*pair, support=SUPPORT[1:] + SUPPORT[-1:]), "residual", hidden=8)
+        other = residual(fitted)
+        name = sorted(other.config.source_weights)[-1]
+        other.config.source_weights[name] = [value + 1 for value in other.config.source_weights[name]]
+        reasons = ((shifted, "`support` is"), (other, "source model: the same configuration, but other weights"))
+        for mapper, reason in reasons:
+            before = copy.deepcopy(mapper)
+            with pytest.raises(CalibrationError, match=f"holds another mapper than the one .*{reason}"):
+                load_weights(mapper, str(tmp_path / "checkpoint-2"))
+            assert_same(mapper, before)
+
+
+class TestScores:
+    """Figures of the maps before training never pass for those of the trained ones."""
+
+    def test_training_leaves_them_under_the_name_of_the_closed_form(self, fitted, plain_features, tmp_path):
+        mapper = copy.deepcopy(fitted)
+        mapper.config.scores |= {"evaluation": {"measures": [{}]}, "k_candidates": {"2": 0.5}}
+        args = arguments(tmp_path, save_strategy="steps", save_steps=4)
+        _, trainer = train(fitted, args, mapper=mapper, train_dataset=plain_features)
+        mapper.save_pretrained(tmp_path / "by_hand")
+        trainer.save_model(str(tmp_path / "final"))
+        expected = {"k_candidates": {"2": 0.5}, "closed_form": {"r2": fitted.config.scores["r2"]}}
+        for folder in ("checkpoint-4", "by_hand", "final"):
+            loaded = KVMapper.from_pretrained(tmp_path / folder, min_gap_recovered=False)
+            assert loaded.config.scores == expected
+        # Trained once more, they are still those of the closed form.
+        train(fitted, arguments(tmp_path), mapper=mapper, train_dataset=plain_features)
+        assert mapper.config.scores == expected
+
+    def test_measuring_a_loss_changes_none(self, fitted, plain_features):
+        mapper = copy.deepcopy(fitted)
+        batch = {name: value[None] for name, value in plain_features[0].items()}
+        KVTransferModule(mapper).eval()(**batch)
+        with torch.no_grad():
+            KVTransferModule(mapper)(**batch)
+        assert mapper.config.scores == fitted.config.scores
+
+    def test_another_form_has_none_of_its_own(self, fitted):
+        made = with_form(fitted, "mlp", hidden=8)
+        assert made.config.scores == {"closed_form": {"r2": fitted.config.scores["r2"]}}
+        assert "r2" in fitted.config.scores
 
 
 class TestKL:

@@ -112,8 +112,8 @@ class CachedFeatures(Dataset[dict[str, Tensor]]):
         final, anchor = Path(folder), next(iter(anchors), None)
         if dtype is not None and not dtype.is_floating_point:
             raise CalibrationError(
-                f"`dtype` is {dtype}; expected a floating-point one, such as torch.bfloat16: keys and values are stored "
-                "in it."
+                f"`dtype` is {dtype}; expected a floating-point one, such as torch.bfloat16: keys and values are "
+                "stored in it."
             )
         wanted = {
             "format": _FORMAT,

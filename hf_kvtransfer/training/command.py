@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import Subset
 from transformers import HfArgumentParser
 
 from ..calibration.texts import DEFAULT_DATASET
 from ..errors import CalibrationError
 from ..loading import load_model, load_tokenizer
 from ..mapper import KVMapper
+from ..tables import table
 from .arguments import KVTrainingArguments
 from .cached import CachedFeatures
 from .forms import with_form
@@ -31,7 +33,9 @@ class TrainCommandArguments:
             A `.txt` or `.jsonl` file, or a dataset on the Hub.
         sequence_length (`int`, *optional*, defaults to 1024): tokens in a row.
         train_sequences (`int`, *optional*, defaults to 500): rows to train on at most.
-        eval_sequences (`int`, *optional*, defaults to 16): rows before them that losses are reported on; 0 for none.
+        eval_sequences (`int`, *optional*, defaults to 16):
+            Rows before them that losses are reported on, before and after training; with 0, the first `scale_rows` of
+            those that are trained on.
         features (`str`, *optional*):
             Folder in which to keep what both models make of the text, for this run and for others.
         form (`str`, *optional*): functional form to give a linear mapper: `"residual"` or `"mlp"`.
@@ -49,7 +53,9 @@ class TrainCommandArguments:
     text: str = field(default=DEFAULT_DATASET, metadata={"help": "A .txt or .jsonl file, or a dataset on the Hub."})
     sequence_length: int = field(default=1024, metadata={"help": "Tokens in a row."})
     train_sequences: int = field(default=500, metadata={"help": "Rows to train on at most."})
-    eval_sequences: int = field(default=16, metadata={"help": "Rows before them to report losses on; 0 for none."})
+    eval_sequences: int = field(
+        default=16, metadata={"help": "Rows before them for reporting losses; 0: training rows."}
+    )
     features: str | None = field(
         default=None, metadata={"help": "Folder to keep what both models make of the text, for this run and others."}
     )
@@ -65,30 +71,43 @@ class TrainCommandArguments:
 def train_from_arguments(argv: Sequence[str] | None = None) -> KVMapperTrainer:
     """
     Trains a mapper as command-line arguments say: those of [`TrainCommandArguments`] and of [`KVTrainingArguments`],
-    which has every `TrainingArguments`. The trained mapper is saved to `output_dir`, beside Trainer's own files.
+    which has every `TrainingArguments`. The trained mapper is saved to `output_dir`, beside Trainer's own files; losses
+    before training are printed beside those after.
 
     Args:
         argv (`Sequence[str]`, *optional*): the arguments; those of the process by default.
 
     Returns:
-        [`KVMapperTrainer`]: after training and, with evaluation rows, an evaluation.
+        [`KVMapperTrainer`]: after training and an evaluation.
     """
     types: Any = (TrainCommandArguments, KVTrainingArguments)
     parser = HfArgumentParser(types, prog="hf-kvtransfer train", description="Train a fitted mapper further.")
     command, args = parser.parse_args_into_dataclasses(args=list(sys.argv[1:] if argv is None else argv))
+    args.eval_on_start = True
     trainer = make_trainer(command, args)
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", trained.metrics)
     trainer.save_metrics("train", trained.metrics)
-    if trainer.eval_dataset is not None:
-        measured = trainer.evaluate()
-        trainer.log_metrics("eval", measured)
-        trainer.save_metrics("eval", measured)
+    measured = trainer.evaluate()
+    trainer.log_metrics("eval", measured)
+    trainer.save_metrics("eval", measured)
+    if trainer.is_world_process_zero():
+        print(_before_and_after(trainer, measured, command.eval_sequences))
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
+
+
+def _before_and_after(trainer: KVMapperTrainer, after: dict[str, float], held_out: int) -> str:
+    """A table of the losses; those before are the first that were logged, also of a run that was resumed since."""
+    before = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    names = ["loss", *trainer.module.figures]
+    lines = [[name, *(f"{figures[f'eval_{name}']:.5f}" for figures in (before, after))] for name in names]
+    rows: Any = trainer.eval_dataset
+    kind = "held-out rows" if held_out else "rows, which were trained on"
+    return f"\n{table([f'on {len(rows)} {kind}', 'before training', 'after'], lines)}"
 
 
 def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> KVMapperTrainer:
@@ -140,12 +159,13 @@ def make_trainer(command: TrainCommandArguments, args: KVTrainingArguments) -> K
                 )
                 for split, rows in datasets.items()
             }
+    trained_on = datasets["train"]
     return KVMapperTrainer(
         mapper,
         args,
         source=source,
         target=target,
-        train_dataset=datasets["train"],
-        eval_dataset=datasets.get("eval"),
+        train_dataset=trained_on,
+        eval_dataset=datasets.get("eval", Subset(trained_on, range(min(args.scale_rows, len(trained_on))))),
         processing_class=tokenizer,
     )

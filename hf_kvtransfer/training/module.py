@@ -20,6 +20,7 @@ from .batches import FEATURES, counted_positions, source_cache, unflatten
 from .handover import HandOver, draw_handover, middle_handover
 from .losses import attention_error, content_error, next_token_divergence
 from .queries import with_queries
+from .scores import keep_as_closed_form
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class KVTransferOutput(ModelOutput):
 class KVTransferModule(nn.Module):
     """
     Wraps a mapper, whose parameters are its only ones, for `transformers.Trainer` or any other loop. Batches hold
-    captured features, as [`CachedFeatures`] and [`capture_batch`] give them.
+    captured features, as [`CachedFeatures`] and [`capture_batch`] give them. From the first loss in training mode on,
+    the mapper's R² are `config.scores["closed_form"]`, and it has no evaluation any more.
 
     Args:
         mapper ([`KVMapper`]): fitted, or at least with maps.
@@ -181,6 +183,8 @@ class KVTransferModule(nn.Module):
                 f"The batch lacks {', '.join(missing)}; expected what both models made of its rows. Train on "
                 "`CachedFeatures`, or with `KVMapperTrainer`, which runs the models itself."
             )
+        if self.training and torch.is_grad_enabled():
+            keep_as_closed_form(config)
         source = source_cache(captured, config.geometry("source"))
         geometry = config.geometry("target")
         native = unflatten(captured["target_keys"], geometry), unflatten(captured["target_values"], geometry)

@@ -10,7 +10,8 @@ import torch
 from huggingface_hub import upload_folder
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainerState, default_data_collator
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
@@ -21,6 +22,7 @@ from .arguments import KVTrainingArguments
 from .batches import FEATURES, anchor_output_of, capture_batch, source_cache
 from .cached import CachedFeatures
 from .module import KVTransferModule
+from .resuming import load_weights, readable
 from .scales import estimate_scales
 
 
@@ -47,7 +49,8 @@ class KVMapperTrainer(Trainer):
     and `push_to_hub` hold the mapper alone, as `KVMapper.save_pretrained` writes it, and each loads with
     `KVMapper.from_pretrained`.
 
-    Training goes on from the maps that the mapper has, usually the closed form's. Hand-over points of the KL are drawn
+    Training goes on from the maps that the mapper has, usually the closed form's, whose R² are then in
+    `config.scores["closed_form"]`; an evaluation, of other weights, is dropped. Hand-over points of the KL are drawn
     from the seed and the step, so that accumulated batches, several processes and a resumed run all see the same.
 
     Args:
@@ -72,6 +75,9 @@ class KVMapperTrainer(Trainer):
     Raises:
         [`CalibrationError`]: if a model is missing that the losses need.
         [`PairMismatchError`]: if models or features are of another pair than the mapper.
+
+    `train(resume_from_checkpoint=…)` raises [`CalibrationError`] for a checkpoint of another mapper, and
+    [`MapperFileError`] for one that is damaged.
     """
 
     model: Any
@@ -277,15 +283,20 @@ class KVMapperTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_mapper(resume_from_checkpoint)
+        load_weights(self.module.mapper, resume_from_checkpoint)
+        with readable("the state", resume_from_checkpoint):
+            TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
 
     def _load_best_model(self) -> None:
-        self._load_mapper(str(self.state.best_model_checkpoint))
+        load_weights(self.module.mapper, str(self.state.best_model_checkpoint))
 
-    def _load_mapper(self, folder: str) -> None:
-        mapper = self.module.mapper
-        loaded = type(mapper).from_pretrained(folder, dtype=mapper.dtype, min_gap_recovered=False)
-        mapper.load_state_dict(loaded.state_dict())
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with readable("the optimizer's state", checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with readable("the state of the random generators", checkpoint):
+            super()._load_rng_state(checkpoint)
 
 
 def _frozen(model: nn.Module | None, device: torch.device) -> nn.Module | None:
