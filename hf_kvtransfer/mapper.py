@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .config import KVMapperConfig
 from .conversion import convert_cache
+from .delegation import Delegated
 from .errors import PairMismatchError
 from .features import stream_width
 from .geometry import ModelGeometry, tokenizer_fingerprint
@@ -79,24 +80,8 @@ class KVMapper(PreTrainedModel):
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    @classmethod
-    def fit(cls, source: nn.Module, target: nn.Module, dataset: Any = None, **kwargs: Any) -> "KVMapper":
-        """
-        Fits a mapper for a pair of loaded models in closed form. See [`fit_mapper`] for every argument.
-
-        Args:
-            source (`PreTrainedModel`): the model whose caches will be converted.
-            target (`PreTrainedModel`): the model that will use them.
-            dataset (`str`, `datasets.Dataset`, `list[str]`, *optional*):
-                Text to calibrate on; defaults to `HuggingFaceFW/fineweb-edu`, streamed.
-            **kwargs: as in [`fit_mapper`]; `tokenizer` is required.
-
-        Returns:
-            [`KVMapper`]: in evaluation mode, float32, on the CPU.
-        """
-        from .fitting import fit_mapper
-
-        return fit_mapper(source, target, dataset, **kwargs)
+    fit = Delegated("hf_kvtransfer.fitting", "fit_mapper")
+    """Fits a mapper for a pair of loaded models in closed form: [`fit_mapper`], with all of its arguments."""
 
     @classmethod
     def from_statistics(cls, statistics: Any, **kwargs: Any) -> "KVMapper":
