@@ -79,6 +79,7 @@ def generate(
 ) -> None:
     """Let the source read a prompt and the target go on from the converted cache."""
     from .comparison import compare_generations
+    from .explanation import in_use
     from .loading import load_model, load_tokenizer
     from .mapper import KVMapper
     from .tables import table
@@ -116,6 +117,7 @@ def generate(
         times = [[r.name, f"{1000 * r.prefill_seconds:.1f}", f"{1000 * r.total_seconds:.1f}"] for r in results]
         print(f"\n{table(['', 'prefill ms', 'total ms'], times)}")
         print("\nprefill: until the answering model has a cache of the prompt; for the transfer, the conversion alone.")
+        print(in_use(loaded.config))
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_kvtransfer import KVMapper, __version__
 from hf_kvtransfer.cli import app
+from hf_kvtransfer.explanation import in_use
 
 from .architectures import ARCHITECTURES, REFUSED, build
 
@@ -166,6 +167,7 @@ class TestFitAndGenerate:
         assert result.exit_code == 0, result.output
         for name in ("source alone: ", "target native: ", "transferred: ", "prefill ms"):
             assert name in result.output
+        assert result.output.splitlines()[-1] == in_use(KVMapper.from_pretrained(mapper).config)  # what it costs
 
     def test_a_mapper_of_another_pair_is_refused(self, mapper, pair):
         result = invoke("generate", pair[1], pair[0], mapper, "--prompt", "the kettle in garden")
