@@ -272,6 +272,7 @@ UNLIKE = [ENTRIES[0], ENTRIES[0, :1]]
         ),
         (lambda: KVFidelity().compute(predictions=ENTRIES, references=ENTRIES, by_head=True), "belong to the metric"),
         (lambda: KVFidelity().compute(predictions=[], references=[]), "was given nothing"),
+        (lambda: KVFidelity().compute(predictions=[[[1.0], [1.0, 2.0]]], references=[[[1.0]]]), "that are no tensors"),
         (lambda: KVRetention(chance="1/4"), "as `chance`"),
         (lambda: KVRetention(columns=["transferred"]), "got `columns`"),
         (lambda: KVRetention(columns=[*COLUMNS, "native"]), "got `columns`"),

@@ -58,7 +58,7 @@ class KVFidelity(TransferMetric):
         super().__init__(config_name, **options)
 
     def _info(self) -> evaluate.EvaluationModuleInfo:
-        stored: dict[str, Any] = {"kl": FLOAT, "agreement": FLOAT}, {"tokens": Value("int64")}
+        stored: tuple[Any, Any] = {"kl": FLOAT, "agreement": FLOAT}, {"tokens": Value("int64")}
         if self.config_name == ENTRIES:
             stored = (
                 {"error": List(FLOAT), "cosine": List(FLOAT)},
