@@ -56,8 +56,8 @@ TINY_UP = (
     Way("auto, last 16 exact", "ingredient", {"exact_suffix": 16}, of="auto"),
     Way("auto, 1 anchor layer", "anchored", {"anchor_layers": 1, **_FREE, "max_cost": 0.5}),
     Way("… and last 16 exact", "ingredient", {"exact_suffix": 16}, of="auto, 1 anchor layer"),
-    Way("auto, 2 anchor layers", "anchored", {"anchor_layers": 2, **_FREE, "max_cost": 0.45}),
-    Way("auto, anchor auto", "anchored", {"anchor_layers": [1, 2], **_FREE, "max_cost": 0.45}),
+    Way("auto, 2 anchor layers", "anchored", {"anchor_layers": 2, **_FREE, "max_cost": 0.42}),
+    Way("auto, anchor auto", "anchored", {"anchor_layers": [1, 2], **_FREE, "max_cost": 0.42}),
     Way("anchor alone, 1 layer", "control", {"anchor_layers": 1, **_FREE, "k": 0}),
     Way("anchor alone, 2 layers", "control", {"anchor_layers": 2, **_FREE, "k": 0}),
 )
