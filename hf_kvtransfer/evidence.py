@@ -188,8 +188,9 @@ def check_evidence(config: dict[str, Any] | None, path: Any, minimum: Any = None
         config (`dict`, *optional*): the content of the mapper's `config.json`, where there is one.
         path (`str` or `os.PathLike`): where it was found.
         minimum (`float` or `False`, *optional*):
-            The gap recovered, a share, that the evaluation must show on each of its measures that has one. Without it
-            a mapper without evidence is loaded with a warning, with `False` without.
+            The gap recovered, a share, that the evaluation must show on each of its measures that has one: by the lower
+            end of its interval, and by no more than n questions can show, `1 − 3 / n`. Without it a mapper without
+            evidence is loaded with a warning, with `False` without.
 
     Raises:
         [`EvidenceError`]: if the mapper shows less, or nothing.
@@ -219,14 +220,22 @@ def check_evidence(config: dict[str, Any] | None, path: Any, minimum: Any = None
             f"isn't shown to be better than the source alone; expected a gap of which {wanted} could be recovered. Use "
             "the source, measure where the target is better, or load the mapper without `min_gap_recovered`."
         )
-    worst = min(measures, key=lambda one: float(one["gap_recovered"]["value"]))
+    worst = min(measures, key=_shown)
     value, low, high = (worst["gap_recovered"][end] for end in _ENDS)
-    if value < minimum:
+    if _shown(worst) < minimum:
         raise EvidenceError(
             f"The mapper {path} recovers {_percent(value)} [{_percent(low)}, {_percent(high)}] of the gap between the "
-            f"source alone and the native target on {worst.get('task')} ({worst.get('metric')}, n = {worst.get('n')}); "
-            f"expected at least {wanted}. Fit one with anchor layers or more calibration, or ask for less."
+            f"source alone and the native target on {worst.get('task')} ({worst.get('metric')}, n = {worst.get('n')}), "
+            f"which shows {_percent(_shown(worst))}; expected at least {wanted}. Fit one with anchor layers or more "
+            "calibration, evaluate on more questions or text, or ask for less."
         )
+
+
+def _shown(measure: dict[str, Any]) -> float:
+    """What a measure shows to be recovered: the lower end, where so few questions can show as much (as in verdicts)."""
+    number = measure.get("n")
+    most = 1 - 3 / number if isinstance(number, int) and number > 0 else 0.0
+    return min(float(measure["gap_recovered"]["low"]), most)
 
 
 def _evidence(config: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:

@@ -202,8 +202,8 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
 
     controls = {name for one in measures for name in one["conditions"]}
     said = {
-        "On {} the cache of a different document, converted, does as well.": lambda one: (
-            (low := _low(one, "content_kept")) is not None and low <= 0
+        "On {} the cache of a different document, converted, isn't shown to do worse.": lambda one: (
+            (figure := _share(one, "content_kept")) is not None and figure["low"] is not None and figure["low"] <= 0
         ),
         "On {} the native target isn't shown to be better than the source alone: there is no gap to recover.": (
             lambda one: _gap(one) is None and SOURCE in one["conditions"]
@@ -211,9 +211,9 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
         "On {} the transfer isn't shown to be better than the source alone.": (
             lambda one: _gap(one) is not None and not _is_ahead(one)
         ),
-        "On {} the anchor alone does as well: the source's cache is not shown to add anything.": no_better_than(ANCHOR),
+        "On {} the anchor alone isn't shown to do worse: nothing shows that the source's cache adds anything.": no_better_than(ANCHOR),
         "On {} there are too few questions or chunks to show more than 1 − 3 / n: ask more.": _is_too_small,
-        "On {} a random mapper does as well: the maps are not shown to matter.": no_better_than(RANDOM),
+        "On {} a random mapper isn't shown to do worse: nothing shows that the maps matter.": no_better_than(RANDOM),
     }
     found = [(sentence, [titled(one) for one in telling if holds(one)]) for sentence, holds in said.items()]
     result = [
