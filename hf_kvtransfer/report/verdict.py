@@ -211,7 +211,9 @@ def _reservations(measures: Sequence[Measure], telling: Sequence[Measure], has_a
         "On {} the transfer isn't shown to be better than the source alone.": (
             lambda one: _gap(one) is not None and not _is_ahead(one)
         ),
-        "On {} the anchor alone isn't shown to do worse: nothing shows that the source's cache adds anything.": no_better_than(ANCHOR),
+        "On {} the anchor alone isn't shown to do worse: nothing shows that the source's cache adds anything.": (
+            no_better_than(ANCHOR)
+        ),
         "On {} there are too few questions or chunks to show more than 1 − 3 / n: ask more.": _is_too_small,
         "On {} a random mapper isn't shown to do worse: nothing shows that the maps matter.": no_better_than(RANDOM),
     }
