@@ -287,8 +287,9 @@ def _check_statistics(statistics: CalibrationStatistics, chosen: Recipe, entry: 
     layout, depth = statistics.layout, statistics.target.num_layers
     if chosen.tokens_before < layout.skip:
         logger.warning(
-            f"These statistics leave out the first {layout.skip} tokens of every sequence, and this recipe maps all "
-            f"but the first {chosen.tokens_before}. With `exact_prefix={layout.skip}` the target reads them itself."
+            f"These statistics leave out the first {layout.skip} tokens of every sequence, and this recipe maps "
+            f"{f'all but the first {chosen.tokens_before}' if chosen.tokens_before else 'all tokens'}. With "
+            f"`exact_prefix={layout.skip}` the target reads them itself."
         )
     anchors = chosen.anchors(depth)
     missing = {start for start, _ in anchors if start and entry is None} - set(layout.anchors)
