@@ -9,6 +9,7 @@ import torch
 from hf_kvtransfer import CalibrationStatistics, KVMapper, PairMismatchError
 from hf_kvtransfer._compat import cache_keyword
 from hf_kvtransfer.calibration.probes import layer_scores
+from hf_kvtransfer.calibration.texts import starting_token
 from hf_kvtransfer.errors import KVTransferError
 from hf_kvtransfer.evaluation import (
     Choice,
@@ -25,7 +26,10 @@ from hf_kvtransfer.evaluation.controls import raw_layers
 from hf_kvtransfer.evaluation.drift import bin_means, mean_of_bins
 from hf_kvtransfer.evaluation.inputs import Sizes, batches, chunks_of
 from hf_kvtransfer.evaluation.journal import JOURNAL_FILE, Journal
+from hf_kvtransfer.evaluation.prefix import shortened, split_chunks
 from hf_kvtransfer.evaluation.questions import Question, different_documents
+
+from .test_texts import DOCUMENTS, train_tokenizer
 
 
 PREFIX, SCORED, CHUNKS = 64, 40, 6
@@ -315,6 +319,25 @@ class TestInputs:
             assert min(steps) >= wanted // 2 - 1 + (wanted == 2)
         following = [row for _, other in batches(chunks, 4) for row in other.tolist()]
         assert following == [*chunks[1:].tolist(), chunks[0].tolist()]
+
+    def test_chunks_begin_with_bos_once_where_texts_do(self):
+        tokenizer = train_tokenizer(bos=True)
+        documents = [" ".join(DOCUMENTS), " ".join(DOCUMENTS[:30])]
+        each = [tokenizer(document, add_special_tokens=False).input_ids for document in documents]
+        for lengths in ([], [40]):
+            sizes = sizes_of(prefix=20, scored=13, lengths=lengths, max_chunks=10)
+            chunks, sizes, _ = chunks_of(documents, tokenizer, sizes, {})
+            assert chunks.shape == (10, sizes.longest())
+            own = sizes.longest() - 1
+            expected = [[0, *[*each[0], *each[1]][own * i : own * i + own]] for i in range(10)]
+            assert sorted(chunks.tolist()) == sorted(expected)
+        near = shortened(chunks, 33, starting_token(tokenizer))
+        assert near[:, 0].tolist() == [0] * 10
+        assert torch.equal(near[:, 1:], chunks[:, -32:])
+        split = split_chunks(documents, tokenizer, 20, 13)
+        assert split[0].tolist() == [[0, *each[0][:32]]]
+        assert split[1].tolist() == [[0, *each[1][:32]]]
+        assert split[2].tolist() == [[0, *each[0][32:64]]]
 
     def test_bins(self):
         values = torch.arange(40.0)[None]

@@ -210,7 +210,7 @@ def _pack(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequence_length: int, num_sequences: int | None
 ) -> Iterator[list[int]]:
     produced = 0
-    bos = _bos(tokenizer)
+    bos = starting_token(tokenizer)
     buffer: list[int] = []
     for document in _tokenized(texts, tokenizer, bos):
         buffer.extend(document)
@@ -243,7 +243,7 @@ def _pack(
         )
 
 
-def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def starting_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The BOS token, if the tokenizer starts a text with it."""
     starts = tokenizer.bos_token_id is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [
         tokenizer.bos_token_id

@@ -13,13 +13,14 @@ import transformers
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..calibration.texts import pack
+from ..calibration.texts import starting_token
 from ..digests import config_digest
 from ..errors import KVTransferError
 from ..mapper import KVMapper
 from ..modules import text_config
 from ..pairing import pair_manifest
 from .drift import TOKENS_PER_BIN
+from .prefix import as_chunks, text_ids
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def chunks_of(
     texts: str | Iterable[str], tokenizer: Any, sizes: Sizes, models: dict[str, nn.Module]
 ) -> tuple[Tensor, Sizes, dict[str, str]]:
     """
-    Non-overlapping chunks of text, in an order in which the next one is from about half the text away.
+    Non-overlapping chunks of text, in an order in which the next one is from about half the text away. Each begins with
+    the BOS token if the tokenizer starts a text with it; no other token is put in.
 
     Args:
         texts (`str` or `Iterable[str]`): read as far as needed.
@@ -109,9 +111,11 @@ def chunks_of(
                 )
             left_out[str(length)] = f"the {name} was made for {positions} positions"
             sizes = sizes.without(length)
-    rows = pack([texts] if isinstance(texts, str) else texts, tokenizer, TOKENS_PER_BIN, None)
-    ids = list(islice(chain.from_iterable(rows), sizes.max_chunks * sizes.longest()))
-    while len(ids) < 2 * sizes.longest():
+    first = starting_token(tokenizer)
+    documents = [texts] if isinstance(texts, str) else texts
+    every = chain.from_iterable(text_ids(document, tokenizer) for document in documents)
+    ids = list(islice(every, sizes.max_chunks * sizes.longest()))
+    while len(ids) < 2 * (sizes.longest() - (first is not None)):
         length = sizes.lengths[-1]
         if length == sizes.prefix:
             raise KVTransferError(
@@ -120,8 +124,8 @@ def chunks_of(
             )
         left_out[str(length)] = "the text is too short"
         sizes = sizes.without(length)
-    count = min(len(ids) // sizes.longest(), sizes.max_chunks)
-    chunks = torch.tensor(ids[: count * sizes.longest()]).view(count, -1)
+    chunks = as_chunks(ids, sizes.longest(), first)[: sizes.max_chunks]
+    count = len(chunks)
     half = (count + 1) // 2
     order = [index for pair in zip(range(half), range(half, 2 * half), strict=True) for index in pair if index < count]
     return chunks[order], sizes, left_out

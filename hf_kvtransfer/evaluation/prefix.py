@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..calibration.texts import starting_token
 from ..errors import KVTransferError
 from .continuation import continuation_logits, divergence, score_logits
 from .controls import Condition
@@ -150,7 +151,8 @@ def split_chunks(
     texts: str | Sequence[str], tokenizer: Any, prefix: int, scored: int, max_chunks: int | None = None
 ) -> list[torch.Tensor]:
     """
-    Non-overlapping chunks of `prefix + scored` tokens, in turn from each text until the first has no more.
+    Non-overlapping chunks of `prefix + scored` tokens, in turn from each text until the first has no more. Each begins
+    with the BOS token if the tokenizer starts a text with it.
 
     Args:
         texts (`str` or `Sequence[str]`): held-out text, or several.
@@ -168,11 +170,11 @@ def split_chunks(
     for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks or 1, 1)):
         if not isinstance(value, int) or value < least:
             raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {least}.")
-    length = prefix + scored
+    length, first = prefix + scored, starting_token(tokenizer)
     columns = []
     for text in [texts] if isinstance(texts, str) else texts:
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-        columns.append(ids.split(length, dim=1)[: ids.shape[1] // length])
+        ids = text_ids(text, tokenizer)
+        columns.append(as_chunks(ids, length, first).split(1))
     chunks = [chunk for row in zip(*columns, strict=False) for chunk in row]
     if len(chunks) < 2:
         raise KVTransferError(
@@ -180,3 +182,50 @@ def split_chunks(
             "shorter prefix."
         )
     return chunks
+
+
+def text_ids(text: Any, tokenizer: Any) -> list[int]:
+    """
+    The tokens of a text and nothing else.
+
+    Raises:
+        [`KVTransferError`]: if it is no text.
+    """
+    if not isinstance(text, str):
+        raise KVTransferError(f"A text to score is of type {type(text).__name__}; expected a string. Pass strings.")
+    if not is_unicode(text):
+        raise KVTransferError(
+            f"A text to score ({text[:40]!r} …) has lone surrogates; expected valid Unicode. Clean the text, for "
+            'example with `text.encode("utf-8", "replace").decode()`.'
+        )
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogates, of which there are no tokens."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def as_chunks(ids: Sequence[int], length: int, first: int | None) -> Tensor:
+    """
+    Cuts tokens into chunks, and leaves the rest out.
+
+    Args:
+        ids (`Sequence[int]`): tokens of a text.
+        length (`int`): tokens of a chunk.
+        first (`int`, *optional*): what each chunk begins with, as every text does in use; nothing else is put in.
+
+    Returns:
+        `torch.Tensor` of shape `[chunks, length]`
+    """
+    own = length - (first is not None)
+    count = len(ids) // own
+    chunks = torch.tensor(ids[: count * own], dtype=torch.long).view(count, own)
+    return chunks if first is None else nn.functional.pad(chunks, (1, 0), value=first)
+
+
+def shortened(chunks: Tensor, tokens: int, first: int | None) -> Tensor:
+    """The last tokens of chunks, beginning with what chunks begin with; arguments as in [`as_chunks`]."""
+    kept = chunks[:, -tokens:]
+    return kept if first is None else nn.functional.pad(kept[:, 1:], (1, 0), value=first)

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..calibration import CalibrationStatistics
 from ..calibration.probes import layer_scores
+from ..calibration.texts import starting_token
 from ..config import KVMapperConfig
 from ..costs import conversion_flops
 from ..errors import KVTransferError, UnsupportedModelError
@@ -35,6 +36,7 @@ from .inputs import (
     versions,
 )
 from .journal import Journal
+from .prefix import shortened
 from .questions import Question, different_documents, encode
 from .tasks import (
     TRANSFERRED,
@@ -167,7 +169,8 @@ def evaluate_mapper(
         **settings_of(sizes),
         "seed": seed,
     }
-    work = _Work(Journal(work_dir, inputs, restart), _conditions(source, target, mapper, alone, seed), progress)
+    ways = _conditions(source, target, mapper, alone, seed)
+    work = _Work(Journal(work_dir, inputs, restart), ways, starting_token(tokenizer), progress)
 
     readings = {length: work.text(chunks, length, sizes) for length in sizes.lengths}
     main, options = readings[sizes.prefix], {"samples": samples, "seed": seed}
@@ -219,8 +222,8 @@ def evaluate_mapper(
 class _Work:
     """The conditions, and the results of each task under them, made or read back."""
 
-    def __init__(self, journal: Journal, ways: list[Condition], progress: bool) -> None:
-        self.conditions = ways
+    def __init__(self, journal: Journal, ways: list[Condition], first: int | None, progress: bool) -> None:
+        self.conditions, self._first = ways, first
         self._journal, self._progress = journal, progress
 
     def results(self, task: str, units: Sequence[Any], make: Callable[[Any], Any]) -> Iterable[Any]:
@@ -228,7 +231,7 @@ class _Work:
 
     def text(self, chunks: Tensor, length: int, sizes: Sizes) -> TextSums:
         """All chunks with a context of some length."""
-        near = chunks[:, -sizes.scored - length :]
+        near = shortened(chunks, length + sizes.scored, self._first)
 
         def make(pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
             return read_batch(self.conditions, pair[0], pair[1][:, :length], sizes.scored)
@@ -241,7 +244,8 @@ class _Work:
         """The converted entries of all prefixes beside the native ones."""
         converted = next(way for way in self.conditions if way.name == TRANSFERRED)
         comparison = Comparison(converted.model, lambda ids: converted.read(ids, ids)[0], sizes.prefix, sizes.queries)
-        contexts = chunks[:, -sizes.scored - sizes.prefix : -sizes.scored].split(sizes.batch_size)
+        near = shortened(chunks, sizes.prefix + sizes.scored, self._first)
+        contexts = near[:, : sizes.prefix].split(sizes.batch_size)
         return self.results("Fidelity", contexts, lambda context: comparison.compare(context)[0])
 
 
