@@ -1,5 +1,6 @@
 """Laws of an evaluation: controls order as they must, two reports are the same, and one that was killed goes on."""
 
+import copy
 import json
 import math
 
@@ -22,12 +23,13 @@ from hf_kvtransfer.evaluation import (
     run,
     tasks,
 )
+from hf_kvtransfer.evaluation.choices import choose
 from hf_kvtransfer.evaluation.controls import raw_layers
 from hf_kvtransfer.evaluation.drift import bin_means, mean_of_bins
 from hf_kvtransfer.evaluation.inputs import Sizes, batches, chunks_of
 from hf_kvtransfer.evaluation.journal import JOURNAL_FILE, Journal
-from hf_kvtransfer.evaluation.prefix import shortened, split_chunks
-from hf_kvtransfer.evaluation.questions import Question, different_documents
+from hf_kvtransfer.evaluation.prefix import prefix_nll, shortened, split_chunks
+from hf_kvtransfer.evaluation.questions import Question, ask, different_documents
 
 from .test_texts import DOCUMENTS, train_tokenizer
 
@@ -387,6 +389,21 @@ class TestInputs:
                 statistics=statistics,
                 **SIZES,
             )
+
+
+@pytest.mark.parametrize(("side", "condition"), [("source", "source alone"), ("target", "target native")])
+def test_a_model_that_predicts_nothing_is_named(pair, mapper, text, side, condition):
+    broken = copy.deepcopy(pair[side])
+    broken.get_output_embeddings().weight.data = torch.full_like(broken.get_output_embeddings().weight, math.nan)
+    ways = conditions(**{**without(pair), side: broken}, mapper=mapper)
+    asked = Question("k", "one two", " q", " a")
+    for use in (
+        lambda: prefix_nll(ways, text, pair["tokenizer"], prefix=16, scored=8, max_chunks=1, progress=False),
+        lambda: ask(ways, asked, "three four", pair["tokenizer"]),
+        lambda: choose(ways, *CHOICES[:2], pair["tokenizer"]),
+    ):
+        with pytest.raises(KVTransferError, match=f"condition '{condition}' .* NaN or infinite"):
+            use()
 
 
 def sizes_of(**changes):

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
-from .continuation import score_continuation
+from .continuation import check_scores, score_continuation
 from .controls import Condition
 
 
@@ -178,6 +178,9 @@ def choose(
 
     Returns:
         `dict[str, Scores]`: by the condition's name.
+
+    Raises:
+        [`KVTransferError`]: if a likelihood is NaN or infinite.
     """
     context, different = (_ids(tokenizer, shown + one.prompt()) for one in (choice, other))
     options = [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
@@ -191,7 +194,9 @@ def choose(
         if cache is not None:
             cache.batch_repeat_interleave(len(options))
         score = score_continuation(condition.model, fed, cache, scored=padded.shape[1])
-        nll = [float(option[:length].sum()) for option, length in zip(score.nll, lengths, strict=True)]
+        sums = torch.stack([option[:length].sum() for option, length in zip(score.nll, lengths, strict=True)])
+        check_scores(sums, condition.name)
+        nll = sums.tolist()
         results[condition.name] = Scores(nll, lengths, seconds)
     return results
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .._compat import cache_keyword
+from ..errors import KVTransferError
 from ..geometry import decoder_of
 
 
@@ -88,6 +89,21 @@ def score_continuation(model: nn.Module, input_ids: Tensor, cache: Any = None, *
         [`ContinuationScore`]
     """
     return score_logits(continuation_logits(model, input_ids, cache, scored=scored), input_ids[:, -scored:])
+
+
+def check_scores(nll: Tensor, condition: str) -> None:
+    """
+    Raises [`KVTransferError`] unless every likelihood is a number, of which figures could be made.
+
+    Args:
+        nll (`torch.Tensor` of any shape): negative log-likelihoods of what counts.
+        condition (`str`): whose they are.
+    """
+    if not nll.isfinite().all():
+        raise KVTransferError(
+            f"Under the condition {condition!r} the model predicts NaN or infinite likelihoods; expected finite ones. "
+            "Look for NaN in the weights of the model or the mapper, or compute in float32."
+        )
 
 
 def divergence(native: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

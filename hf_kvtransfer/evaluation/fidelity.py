@@ -18,7 +18,7 @@ from ..calibration.attention import (
 )
 from ..features import KINDS
 from ..rope import RotaryCodec
-from .continuation import continuation_logits, divergence, prefill
+from .continuation import check_scores, continuation_logits, divergence, prefill, score_logits
 from .prefix import split_chunks
 
 
@@ -91,7 +91,7 @@ def measure_fidelity(
         [`Fidelity`]
 
     Raises:
-        [`KVTransferError`]: if the text is too short for two chunks.
+        [`KVTransferError`]: if the text is too short for two chunks, or a likelihood is NaN or infinite.
     """
     scored = prefix if scored is None else scored
     chunks = split_chunks(texts, tokenizer, prefix, scored, max_chunks)[:max_chunks]
@@ -99,15 +99,18 @@ def measure_fidelity(
     sums = FidelitySums()
     result = Fidelity()
     for chunk in tqdm(chunks, desc="Fidelity", disable=None if progress else True):
-        found, native, cache = comparison.compare(chunk[:, :prefix])
-        sums.add(found)
-        result.chunk_cosine += found["chunk_cosine"]
+        measured, native, cache = comparison.compare(chunk[:, :prefix])
+        sums.add(measured)
+        result.chunk_cosine += measured["chunk_cosine"]
         seen = int(cache.get_seq_length())
         if seen < prefix:
             native.crop(seen - prefix)
         logits, predicted = (
             continuation_logits(target, chunk[:, seen:], held, scored=scored) for held in (native, cache)
         )
+        for name, found in (("target native", logits), ("transferred", predicted)):
+            # A cache of the whole prefix leaves the first scored token to no one.
+            check_scores(score_logits(found, chunk[:, -found.shape[1] :]).nll, name)
         kl, agreement = divergence(logits, predicted)
         result.kl.append(float(kl.mean()))
         result.agreement.append(float(agreement.mean()))

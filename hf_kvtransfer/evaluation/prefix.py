@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from ..calibration.texts import starting_token
 from ..errors import KVTransferError
-from .continuation import continuation_logits, divergence, score_logits
+from .continuation import check_scores, continuation_logits, divergence, score_logits
 from .controls import Condition
 
 
@@ -76,6 +76,9 @@ def read_chunks(
 
     Returns:
         `dict[str, Reading]`: by the condition's name.
+
+    Raises:
+        [`KVTransferError`]: if a likelihood is NaN or infinite.
     """
     results, expected, scored = {}, None, following.shape[1]
     # The reference first, so that the logits of one condition at a time are kept beside it.
@@ -84,6 +87,7 @@ def read_chunks(
         fed = torch.cat([context[:, -1:], following], dim=1)
         logits = continuation_logits(condition.model, fed, cache, scored=scored)
         nll = score_logits(logits, following).nll
+        check_scores(nll, condition.name)
         if condition.name == reference:
             expected = logits
         compared = (None, None) if expected is None else divergence(expected, logits.to(expected.device))

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
-from .continuation import score_continuation
+from .continuation import check_scores, score_continuation
 from .controls import Condition
 
 
@@ -163,7 +163,9 @@ def ask(conditions: Sequence[Condition], question: Question, other: str, tokeniz
         `dict[str, Answer]`: by the condition's name.
 
     Raises:
-        [`KVTransferError`]: if a document has less than two tokens, or the question or its answer none.
+        [`KVTransferError`]:
+            If a document has less than two tokens, or the question or its answer none; or if a likelihood is NaN or
+            infinite.
     """
     context, different, asked, answer = encode(question, other, tokenizer)
     results = {}
@@ -171,6 +173,7 @@ def ask(conditions: Sequence[Condition], question: Question, other: str, tokeniz
         cache, seconds = condition.read(context, different)
         fed = [asked, answer] if cache is None else [context[:, -1:], asked, answer]
         score = score_continuation(condition.model, torch.cat(fed, dim=1), cache, scored=answer.shape[1])
+        check_scores(score.nll, condition.name)
         results[condition.name] = Answer(bool(score.greedy.all()), float(score.nll.sum()), seconds)
     return results
 
