@@ -98,7 +98,7 @@ def measures_of(config: KVMapperConfig, values: dict[str, Any]) -> list[Any]:
         return list(values["measures"])
     summary = config.scores.get(EVALUATION) or {}
     measures = [
-        {name: value for name, value in one.items() if name != "retention"} for one in summary.get("measures", [])
+        {name: value for name, value in one.items() if name != "retention"} for one in summary.get("measures") or []
     ]
     return [checked(one, Measure, f"scores.{EVALUATION}.measures[{index}]") for index, one in enumerate(measures)]
 

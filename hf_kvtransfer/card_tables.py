@@ -40,13 +40,15 @@ def fit_facts(config: KVMapperConfig, described: dict[str, Any] | None = None) -
         if share is not None and length
         else None,
         "calibration text": calibration.get("dataset"),
-        "calibration tokens": f"{tokens['fit']:,} fitted, {tokens.get('heldout', 0):,} held out" if tokens else None,
+        "calibration tokens": f"{tokens['fit']:,} fitted, {tokens.get('heldout') or 0:,} held out"
+        if tokens.get("fit") is not None
+        else None,
         "sequences": _sequences(calibration),
         "training after the fit": f"{training.get('steps')} steps, losses {training.get('losses')}"
         if training
         else None,
         "R² held out": f"{heldout['keys_mean']:.3f} (keys), {heldout['values_mean']:.3f} (values)"
-        if {"keys_mean", "values_mean"} <= heldout.keys()
+        if None not in (heldout.get("keys_mean"), heldout.get("values_mean"))
         else None,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
@@ -131,7 +133,8 @@ def likeness(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _figure(fidelity: dict[str, Any], name: str, unit: str) -> str:
-    return with_interval(fidelity.get(name), unit)
+    figure = fidelity.get(name) or {}
+    return with_interval({"value": figure.get("value"), "low": figure.get("low"), "high": figure.get("high")}, unit)
 
 
 def mean_of(nested: Any) -> float | None:
@@ -151,9 +154,9 @@ def _numbers(nested: Any) -> Iterator[float]:
 def _sequences(calibration: dict[str, Any]) -> str | None:
     if not calibration.get("sequences"):
         return None
-    stride = calibration.get("token_stride", 1)
+    stride = calibration.get("token_stride") or 1
     every = "" if stride == 1 else f", one in {stride} of which is used"
-    return f"{calibration['sequences']:,} of {calibration.get('sequence_length', 0):,} tokens{every}"
+    return f"{calibration['sequences']:,} of {calibration.get('sequence_length') or 0:,} tokens{every}"
 
 
 def _options(options: dict[str, Any]) -> str:

@@ -2,17 +2,18 @@
 
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .card_fields import check_fields
 from .card_metadata import ON_HUB, card_metadata, measures_of
 from .card_tables import fit_facts, likeness, native_in_words
 from .config import KVMapperConfig
 from .errors import MapperFileError
-from .evidence import EVALUATION, evaluation_of, read_config, record_evidence, report_in
+from .evidence import EVALUATION, check_report, evaluation_of, read_config, record_evidence, report_in, summary_of
+from .report.files import FIGURE_FILES, MARKDOWN_FILE, REPORT_FILE, check_places, own_files, report_folder
 from .report.markdown import results_tables
 from .report.verdict import judge
 from .report.wording import CAPTIONS
@@ -59,11 +60,14 @@ def model_card(
         `huggingface_hub.ModelCard`: with valid metadata; `str(card)` is the file.
 
     Raises:
-        [`MapperFileError`]: if the existing card's metadata or markers can't be read.
+        [`MapperFileError`]:
+            if the existing card's metadata or markers can't be read, or the configuration was edited by hand into
+            something that can't be shown.
         [`PairMismatchError`]: if the configuration is of no pair.
     """
     from huggingface_hub import ModelCard
 
+    check_fields(dict(vars(config)))
     before = _existing(existing)
     values = report.to_dict() if report is not None else {}
     name = name or _name_of(config)
@@ -106,55 +110,69 @@ def write_card(
 
     Raises:
         [`EvidenceError`]: if the report is of another mapper or other weights.
-        [`MapperFileError`]: if there is no mapper, or the card or the report there can't be read.
+        [`MapperFileError`]:
+            if there is no mapper, if the card or the report can't be read, or if a link or a folder lies where one of
+            the files should; nothing is changed then.
     """
-    from .report import FIGURES_FOLDER, REPORT_FILE, TransferReport
+    from .report import TransferReport
     from .report.report import write_whole
 
     folder = Path(folder)
-    if report_dir is not None:
-        record_evidence(folder, TransferReport.load(Path(report_dir) / REPORT_FILE))
-        _copy_report(Path(report_dir), folder)
-    report = report_in(folder)
     values = read_config(folder)
+    check_fields(values)
     KVMapperConfig.check_values(values)
+    check_places(folder, CARD_FILE)
     config = KVMapperConfig.from_dict(values)
-    if evaluation_of(values) is None:
-        config.scores.pop(EVALUATION, None)  # of other weights
-    path = folder / CARD_FILE
+    given = None if report_dir is None else report_folder(report_dir)
+    if given is None:
+        report = report_in(folder)
+        if evaluation_of(values) is None:
+            config.scores.pop(EVALUATION, None)  # of other weights
+    else:
+        report = TransferReport.load(given / REPORT_FILE)
+        check_report(values, report)
+        config.scores[EVALUATION] = summary_of(report)
+    copied = own_files(given or folder, (MARKDOWN_FILE, *FIGURE_FILES)) if report is not None else []
+    figures = [path.relative_to(given or folder).as_posix() for path in copied if path.name != MARKDOWN_FILE]
+    card = model_card(
+        config,
+        report,
+        existing=_card_in(folder),
+        name=name or (folder.name if folder.is_absolute() else folder.as_posix()),
+        source=source,
+        target=target,
+        figures=figures,
+    )
+    # Nothing was written so far, so that a refusal leaves everything as it was.
+    if given is not None and report is not None:
+        record_evidence(folder, report)
+        if given.resolve() != folder.resolve():
+            _copy_report(given, copied, folder)
+    return write_whole(folder, CARD_FILE, str(card))
+
+
+def _card_in(folder: Path) -> str | None:
     try:
         # As bytes, so that line ends stay what they are.
-        existing = path.read_bytes().decode("utf-8-sig") if path.exists() else None
+        return next((path.read_bytes().decode("utf-8-sig") for path in own_files(folder, [CARD_FILE])), None)
+    except MapperFileError:
+        raise
     except (OSError, ValueError) as error:
         raise MapperFileError(
             f"The card in {folder} can't be read ({error}); expected a `{CARD_FILE}` in UTF-8. Mend or remove it."
         ) from error
-    names = [f"{FIGURES_FOLDER}/{name}.png" for name in CAPTIONS]
-    card = model_card(
-        config,
-        report,
-        existing=existing,
-        name=name or (folder.name if folder.is_absolute() else folder.as_posix()),
-        source=source,
-        target=target,
-        figures=[name for name in names if report is not None and (folder / name).is_file()],
-    )
-    return write_whole(folder, CARD_FILE, str(card))
 
 
-def _copy_report(report_dir: Path, folder: Path) -> None:
-    """Copies a report and its figures beside a mapper, in place of those of an earlier report."""
-    from .report import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE
+def _copy_report(report_dir: Path, others: Sequence[Path], folder: Path) -> None:
+    """Copies a report, its Markdown and its figures beside a mapper, in place of those of an earlier report."""
+    from .report.report import write_whole
 
-    if report_dir.resolve() == folder.resolve():
-        return
-    for stale in [folder / MARKDOWN_FILE, *(folder / FIGURES_FOLDER).glob("*.png")]:
-        stale.unlink(missing_ok=True)
-    for file in [report_dir / REPORT_FILE, report_dir / MARKDOWN_FILE, *(report_dir / FIGURES_FOLDER).glob("*.png")]:
-        if file.is_file():
-            copy = folder / file.relative_to(report_dir)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+    names = [REPORT_FILE, *(path.relative_to(report_dir).as_posix() for path in others)]
+    for name in names:
+        place = folder / name
+        write_whole(place.parent, place.name, (report_dir / name).read_bytes())
+    for name in {MARKDOWN_FILE, *FIGURE_FILES} - set(names):
+        (folder / name).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------- the text
@@ -281,7 +299,7 @@ def _blocks(text: str) -> dict[str, tuple[int, int]]:
         is_begin, name = marker[1] == "begin", marker[2]
         fits = opened is None and name not in found if is_begin else opened is not None and opened[2] == name
         if not fits:
-            opened = marker
+            opened = opened or marker  # the one that is still open lacks its end
             break
         if is_begin:
             opened = marker

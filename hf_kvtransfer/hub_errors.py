@@ -15,6 +15,25 @@ from huggingface_hub.errors import (
 from .errors import HubError, MapperFileError
 
 
+def check_repository(repo_id: Any, tags: Any) -> None:
+    """
+    Raises [`HubError`] for what the Hub needn't be asked about.
+
+    Args:
+        repo_id (`str`): what is to be published.
+        tags (`list[str]`, *optional*): those of its card.
+    """
+    if not isinstance(repo_id, str):
+        raise HubError(
+            f'{repo_id!r} is no name of a repository (it is no text); expected "name" or "organisation/name". Choose '
+            "another."
+        )
+    if tags is not None and not (isinstance(tags, list | tuple) and all(isinstance(tag, str) for tag in tags)):
+        raise HubError(
+            f'`tags` of the card of {repo_id} is {tags!r}; expected a list of texts. Write one tag as `["tag"]`.'
+        )
+
+
 def refuse_upload(repo_id: str, error: Exception) -> NoReturn:
     """
     Raises [`HubError`] in place of an error of the Hub's client.
@@ -54,8 +73,9 @@ def refuse_upload(repo_id: str, error: Exception) -> NoReturn:
             f"Somebody else has published to {repo_id} in the meantime ({reason}), and nothing was changed; expected "
             "it to stay as it was. Look at what is there, and push again."
         ) from error
-    if error.__cause__ is not None:
-        reason = f"{reason} {' '.join(str(error.__cause__).split())}"
+    cause = " ".join(str(error.__cause__ or "").split())
+    if cause not in reason:  # some clients repeat it, some leave it out
+        reason = f"{reason} {cause}"
     raise HubError(
         f"{repo_id} could not be published ({type(error).__name__}: {reason}); expected a Hub that takes all files. "
         "What was published before is as it was. Push again: what has arrived isn't sent twice."

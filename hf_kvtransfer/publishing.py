@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +19,13 @@ from ._version import __version__
 from .digests import CONFIG_FILE, check_config, check_files, weights_digest
 from .errors import HubError, KVTransferError, MapperFileError
 from .evidence import evaluation_of, read_config, record_evidence, report_in
-from .hub_errors import refuse_upload
+from .hub_errors import check_repository, refuse_upload
+from .report.files import FIGURE_FILES, MARKDOWN_FILE, REPORT_FILE, is_png, own_files, report_folder
+from .report.report import write_whole
 
 
-_REPORT_FILE = "report.json"
-_REPORT_FILES = (_REPORT_FILE, "report.md", "figures/*.png")
+_CARD_FILE = "README.md"
+_REPORT_FILES = (REPORT_FILE, MARKDOWN_FILE, *FIGURE_FILES)
 _WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json")
 _ALL_FILES = (*_WEIGHT_FILES, *_REPORT_FILES)
 
@@ -42,9 +45,9 @@ def push_mapper(
         mapper ([`KVMapper`]): fitted, or otherwise filled.
         repo_id (`str`): the repository, `"name"` or `"organisation/name"`; made if missing.
         report_dir (`str` or `os.PathLike`, *optional*):
-            The folder that `hf-kvtransfer evaluate --report` wrote: its report and figures are published too, and its
-            summary goes into the configuration. By default the folder that the mapper was loaded from, if its weights
-            are still those.
+            The folder that `hf-kvtransfer evaluate --report` wrote, or the `report.json` in it: report and figures are
+            published too, and the summary goes into the configuration. By default the folder that the mapper was
+            loaded from, if its weights are still those.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): as in `PreTrainedModel.save_pretrained`.
         **repository: `private`, `revision`, `create_pr`, `token`, `commit_message`, … as in [`push_folder`].
 
@@ -54,7 +57,8 @@ def push_mapper(
     Raises:
         [`EvidenceError`]: if the report is of another mapper.
         [`HubError`]: if nothing could be published.
-        [`MapperFileError`]: if the mapper has no maps, or there is no report.
+        [`MapperFileError`]:
+            if the mapper has no maps, there is no report, one of its files is a link, or `max_shard_size` is no size.
     """
     from .report import TransferReport
 
@@ -62,15 +66,18 @@ def push_mapper(
         raise MapperFileError(
             "This mapper has no maps, so nobody could use it; expected a fitted one to publish. Use `KVMapper.fit`."
         )
+    check_repository(repo_id, repository.get("tags"))
+    _check_shard_size(max_shard_size)
     with tempfile.TemporaryDirectory() as staging:
         folder = Path(staging) / "mapper"
         mapper.save_pretrained(folder, max_shard_size=max_shard_size or "50GB")
         origin = Path(str(mapper.name_or_path or staging))
-        if report_dir is None and (origin / _REPORT_FILE).is_file() and _same_weights(folder, origin):
+        if report_dir is None and (origin / REPORT_FILE).is_file() and _same_weights(folder, origin):
             report_dir = origin
         if report_dir is not None:
+            report_dir = report_folder(report_dir)
             record_evidence(folder, TransferReport.load(report_dir))
-            _copy(_files(Path(report_dir), (*_REPORT_FILES, "README.md")), Path(report_dir), folder)
+            _copy(own_files(report_dir, (*_REPORT_FILES, _CARD_FILE)), report_dir, folder)
         return push_folder(folder, repo_id, **repository)
 
 
@@ -88,9 +95,10 @@ def push_folder(
 ) -> CommitInfo:
     """
     Publishes a saved mapper in one commit: weights, configuration, a card, and if the folder holds them its report and
-    figures. Other files of the folder are not sent. Weights, report and figures of an earlier mapper are removed by the
-    same commit, other files of the repository are kept, and so is what people wrote into the card, in the folder or
-    else on the Hub. Unless everything has arrived nothing is published.
+    figures, with the Markdown that follows from the report. Other files of the folder are not sent, and links are
+    refused. Weights, report and figures of an earlier mapper are removed by the same commit, other files of the
+    repository are kept, and so is what people wrote into the card, in the folder or else on the Hub. Unless everything
+    has arrived nothing is published.
 
     Args:
         folder (`str` or `os.PathLike`): what [`KVMapper.save_pretrained`] wrote; nothing in it is changed.
@@ -108,12 +116,14 @@ def push_folder(
 
     Raises:
         [`EvidenceError`]: if the report in the folder is of other weights.
-        [`HubError`]: if nothing could be published.
-        [`MapperFileError`]: if the folder holds no mapper, or a damaged one.
+        [`HubError`]: if nothing could be published, or `repo_id` or `tags` are no names.
+        [`MapperFileError`]: if the folder holds no mapper, or a damaged one, or one of its files is a link.
     """
     folder = Path(folder)
-    files = _mapper_files(folder)
-    report = _files(folder, _REPORT_FILES) if report_in(folder) is not None else []
+    check_repository(repo_id, tags)
+    files, report = _mapper_files(folder), report_in(folder)
+    figures = own_files(folder, FIGURE_FILES) if report is not None else []
+    own_card = own_files(folder, [_CARD_FILE])
     if token is False or (token in (None, True) and get_token() is None):
         raise HubError(
             f"There is no token to publish {repo_id} with; expected one that may write there. Run `hf auth login`, set "
@@ -121,7 +131,13 @@ def push_folder(
         )
     api = HfApi(token=token, library_name="hf_kvtransfer", library_version=__version__)
     with tempfile.TemporaryDirectory() as staging:
-        _copy([folder / CONFIG_FILE, *report], folder, Path(staging))
+        _copy([folder / CONFIG_FILE, *figures], folder, Path(staging))
+        if report is not None:
+            _copy(own_files(folder, [REPORT_FILE]), folder, Path(staging))
+            # Written anew: what lies in the folder may be of another report.
+            text = report.to_markdown([path.relative_to(folder).as_posix() for path in figures])
+            write_whole(Path(staging), MARKDOWN_FILE, text)
+        staged = own_files(Path(staging), _REPORT_FILES)
         with _said_in_words(repo_id):
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr/"):
@@ -134,17 +150,18 @@ def push_folder(
                     return None
                 return Path(api.hf_hub_download(repo_id, name, revision=there.sha)).read_bytes()
 
-            stays = set() if report else _fetch_report(fetch, published, Path(staging))
-            existing = fetch("README.md")
-        card = _card(repo_id, Path(staging), folder, existing, tags)
-        additions = {path.relative_to(folder).as_posix(): path for path in (*files, *report)}
+            stays = set() if staged else _fetch_report(fetch, published, Path(staging))
+            existing = fetch(_CARD_FILE)
+        card = _card(repo_id, Path(staging), own_card, existing, tags)
+        additions = {path.relative_to(folder).as_posix(): path for path in files}
+        additions |= {path.relative_to(staging).as_posix(): path for path in staged}
         outdated = {name for name in published if _is_among(name, _ALL_FILES)} - set(additions) - stays
         with _said_in_words(repo_id):
             return api.create_commit(
                 repo_id,
                 [
                     *(CommitOperationAdd(name, path) for name, path in additions.items()),
-                    CommitOperationAdd("README.md", card.encode()),
+                    CommitOperationAdd(_CARD_FILE, card.encode()),
                     *(CommitOperationDelete(name) for name in sorted(outdated)),
                 ],
                 commit_message=commit_message or "Upload KVMapper",
@@ -183,6 +200,7 @@ def push_in_background(folder: str | os.PathLike[str], repo_id: str, **repositor
 def _mapper_files(folder: Path) -> list[Path]:
     """Configuration and weights of a folder, after comparing them with their digests."""
     config = read_config(folder)
+    own_files(folder, [CONFIG_FILE])
     check_config(config, folder)
     recorded = config.get("digests") or {}
     # By what lies there and not by what the configuration names, which could be any path.
@@ -198,7 +216,7 @@ def _mapper_files(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return own_files(folder, [path.name for pattern in patterns for path in sorted(folder.glob(pattern))])
 
 
 def _copy(files: Iterable[Path], folder: Path, to: Path) -> None:
@@ -206,6 +224,17 @@ def _copy(files: Iterable[Path], folder: Path, to: Path) -> None:
         place = to / path.relative_to(folder)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
+
+
+def _check_shard_size(size: Any) -> None:
+    fits = size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0)
+    if not fits and isinstance(size, str):
+        fits = re.fullmatch(r"\s*(?=[^a-z]*[1-9])\d+(\.\d+)?\s*[kmgt]b\s*", size.lower()) is not None
+    if not fits:
+        raise MapperFileError(
+            f"`max_shard_size` is {size!r}; expected a number of bytes, or a size such as `5GB` or `200MB`. Leave it "
+            "out for one file of up to 50 GB."
+        )
 
 
 def _same_weights(folder: Path, other: Path) -> bool:
@@ -237,7 +266,7 @@ def _fetch_report(fetch: Callable[[str], bytes | None], published: Iterable[str]
     """
     from .report import TransferReport
 
-    summary, content = evaluation_of(read_config(staging)), fetch(_REPORT_FILE)
+    summary, content = evaluation_of(read_config(staging)), fetch(REPORT_FILE)
     if summary is None or content is None:
         return set()
     try:
@@ -249,23 +278,25 @@ def _fetch_report(fetch: Callable[[str], bytes | None], published: Iterable[str]
         place = staging / name
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(fetch(name) or b"")
+        if name in FIGURE_FILES and not is_png(place):
+            place.unlink()  # stays where it is, but the card doesn't show it
     return names
 
 
-def _card(repo_id: str, staging: Path, folder: Path, existing: bytes | None, tags: list[str] | None) -> str:
-    """The card of what lies in `staging`; what people wrote into the one in the folder, or else on the Hub, is kept."""
-    from .cards import CARD_FILE, write_card
+def _card(repo_id: str, staging: Path, own: list[Path], existing: bytes | None, tags: list[str] | None) -> str:
+    """The card of what lies in `staging`; what people wrote into their own, or else into that on the Hub, is kept."""
+    from .cards import write_card
 
     def written(before: bytes | None) -> str:
-        path = staging / CARD_FILE
+        path = staging / _CARD_FILE
         if before is None:
             path.unlink(missing_ok=True)
         else:
             path.write_bytes(before)
         return write_card(staging, name=repo_id).read_bytes().decode()
 
-    card, own = written(None), folder / CARD_FILE
-    edited = written(own.read_bytes()) if own.is_file() else card
+    card = written(None)
+    edited = written(own[0].read_bytes()) if own else card
     if edited.split() != card.split():
         card = edited
     elif existing is not None:

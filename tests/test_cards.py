@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_kvtransfer.card_metadata import TASK_NAME
 from hf_kvtransfer.cards import model_card, write_card
 from hf_kvtransfer.cli import app
 from hf_kvtransfer.evidence import EVALUATION, summary_of
+from hf_kvtransfer.report import TransferReport
 from hf_kvtransfer.report.verdict import judge
 
 from .architectures import build
@@ -22,6 +24,7 @@ from .conftest import FAMILY
 from .test_evidence import figure, measured, report_of
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
 BLOCKS = ("summary", "usage", "fit", "results", "limits", "license", "citation")
 
 
@@ -103,7 +106,7 @@ def saved(folder, tmp_path):
     report.save(tmp_path / "report")
     (tmp_path / "report" / "report.md").write_text("# Report\n")
     (tmp_path / "report" / "figures").mkdir()
-    (tmp_path / "report" / "figures" / "layers.png").write_bytes(b"png")
+    (tmp_path / "report" / "figures" / "layers.png").write_bytes(PNG)
     return tmp_path / "mapper", tmp_path / "report"
 
 
@@ -307,6 +310,11 @@ class TestWhatPeopleWrote:
         with pytest.raises(MapperFileError, match="of the existing card has no counterpart, or stands there twice"):
             model_card(on_hub, existing=damage(str(model_card(on_hub))))
 
+    def test_the_marker_that_is_named_is_the_one_without_its_counterpart(self, on_hub):
+        card = str(model_card(on_hub)).replace("<!-- hf_kvtransfer: end results -->\n", "")
+        with pytest.raises(MapperFileError, match="`<!-- hf_kvtransfer: begin results -->` of the existing card"):
+            model_card(on_hub, existing=card)
+
     @pytest.mark.parametrize("metadata", ["a: [", "- 1", "model-index: 3", "model-index:\n- name: x"])
     def test_metadata_that_cant_be_read_is_refused(self, on_hub, metadata):
         with pytest.raises(MapperFileError, match="The metadata of the existing card can't be read"):
@@ -368,6 +376,81 @@ class TestFolders:
         (folder / "README.md").write_bytes(b"\xff\xfe\xff")
         with pytest.raises(MapperFileError, match="can't be read .* expected a `README.md` in UTF-8"):
             write_card(folder)
+
+    @pytest.mark.parametrize("damage", ["report.json", "report.md", "figures", "figures/layers.png", "card", "link"])
+    def test_a_refusal_leaves_the_folder_as_it_was(self, saved, damage):
+        folder, report = saved
+        write_card(folder, report)
+        if damage == "card":
+            (folder / "README.md").write_text("---\na: [\n---\n")
+        elif damage == "link":
+            (report / "report.md").unlink()
+            (report / "report.md").symlink_to(folder / "config.json")
+        elif damage == "figures":
+            shutil.rmtree(folder / "figures")
+            (folder / "figures").write_text("mine")
+        else:
+            (folder / damage).unlink()
+            (folder / damage).mkdir()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        changed = TransferReport.load(report)
+        changed.settings["seed"] = 2
+        changed.save(report)
+        with pytest.raises(MapperFileError):
+            write_card(folder, report)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+    def test_figures_of_ones_own_stay(self, saved):
+        folder, report = saved
+        (folder / "figures").mkdir()
+        (folder / "figures" / "mine.png").write_bytes(b"mine")
+        (folder / "figures" / "drift.png").write_bytes(PNG)
+        write_card(folder, report / "report.json")
+        assert {path.name for path in (folder / "figures").iterdir()} == {"mine.png", "layers.png"}
+
+    @pytest.mark.parametrize(
+        ("path", "value"),
+        [
+            ("scores", []),
+            ("scores.r2", "high"),
+            ("scores.r2.heldout.keys_mean", "high"),
+            ("scores.evaluation.kl", "low"),
+            ("scores.evaluation.kl.low", "low"),
+            ("scores.evaluation.measures", {}),
+            ("scores.evaluation.measures.0", "all"),
+            ("calibration", []),
+            ("calibration.tokens", [1]),
+            ("calibration.tokens.fit", "1"),
+            ("calibration.versions", ["1"]),
+            ("calibration.sequences", True),
+            ("digests", ["0"]),
+        ],
+    )
+    def test_a_configuration_edited_by_hand_is_refused_by_the_fields_name(self, saved, path, value):
+        folder, report = saved
+        write_card(folder, report)
+        config = json.loads((folder / "config.json").read_text())
+        config["scores"]["evaluation"]["kl"] = figure(0.1)
+        place = config
+        *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+        for step in steps:
+            place = place[step]
+        place[last] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "report.json").unlink()
+        with pytest.raises(MapperFileError, match=f"`{path}` in the mapper's configuration is"):
+            write_card(folder)
+
+    def test_what_is_missing_or_null_in_a_configuration_is_not_shown(self, saved):
+        folder, report = saved
+        write_card(folder, report)
+        (folder / "report.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        config["scores"]["r2"]["heldout"]["keys_mean"] = None
+        config["scores"]["evaluation"] |= {"kl": {}, "measures": None}
+        config["calibration"] |= {"tokens": {"fit": None}, "token_stride": None, "versions": None}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert "calibration tokens" not in write_card(folder).read_text()
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")

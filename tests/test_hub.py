@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from hf_kvtransfer import EvidenceError, HubError, KVMapper, MapperFileError
 from hf_kvtransfer.evidence import record_evidence
+from hf_kvtransfer.hub_errors import refuse_upload
 from hf_kvtransfer.publishing import push_folder
 
 from .architectures import build
@@ -97,6 +99,12 @@ def command(*arguments, token=None):
     return result.exit_code, result.output
 
 
+def raise_refusal(said, cause):
+    error = ConnectionError(said)
+    error.__cause__ = OSError(cause)
+    refuse_upload("org/mapper", error)
+
+
 def call(method, *args, **kwargs):
     """What the plain client says, as values that can be sent between processes."""
     found = getattr(HfApi(), method)(*args, **kwargs)
@@ -154,10 +162,18 @@ def evaluated(saved, tmp_path):
     report = report_of(KVMapper.from_pretrained(folder, min_gap_recovered=False).config)
     record_evidence(folder, report)
     report.save(folder)
-    (folder / "report.md").write_text("# Report\n")
+    (folder / "report.md").write_text(report.to_markdown(["figures/retention.png"]))
     (folder / "figures").mkdir()
     (folder / "figures" / "retention.png").write_bytes(PNG)
-    for name in ("secret.txt", ".env", "training_args.bin", "other.safetensors", "figures/notes.txt", "runs/log"):
+    for name in (
+        "secret.txt",
+        ".env",
+        "training_args.bin",
+        "other.safetensors",
+        "figures/notes.txt",
+        "figures/mine.png",
+        "runs/log",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("secret")
     (folder / "checkpoint-1").mkdir()
@@ -205,6 +221,46 @@ class TestPublishing:
         with pytest.raises(MapperFileError, match=r"lacks \.\./secret.safetensors"):
             online(push_saved, evaluated, "org/mapper", token="ann")
         assert not hub.requests
+
+    @pytest.mark.parametrize(
+        "name",
+        ["figures/kept.png", "figures", "report.json", "report.md", "README.md", "config.json", "model.safetensors"],
+    )
+    def test_a_link_is_not_followed(self, hub, online, evaluated, name):
+        elsewhere, place = evaluated.parent / "elsewhere", evaluated / name
+        if place.exists():
+            place.rename(elsewhere)
+        else:
+            elsewhere.write_bytes(PNG + b"secret")
+        place.symlink_to(elsewhere)
+        if name == "report.md":  # which is written anew
+            online(push_saved, evaluated, "org/mapper", token="ann")
+            assert set(hub.files("org/mapper")) == WITH_REPORT
+            return
+        with pytest.raises(MapperFileError, match="is a link, or lies behind one"):
+            online(push_saved, evaluated, "org/mapper", token="ann")
+        assert not hub.requests
+
+    def test_a_snapshot_in_the_cache_of_the_hub_may_link_to_its_own_files(self, hub, online, evaluated, tmp_path):
+        online(push_saved, evaluated, "org/mapper", token="ann")
+        snapshot = online(snapshot_download, "org/mapper", cache_dir=tmp_path / "cache", token="ann")
+        assert (Path(snapshot) / "config.json").is_symlink()
+        online(push_saved, snapshot, "org/copy", token="ann")
+        assert set(hub.files("org/copy")) == WITH_REPORT
+
+    def test_what_is_sent_as_figures_and_words_is_of_the_report(self, hub, online, evaluated):
+        (evaluated / "report.md").write_text("# secret\n")
+        online(push_saved, evaluated, "org/mapper", token="ann")
+        assert b"secret" not in hub.files("org/mapper")["report.md"]
+        (evaluated / "figures" / "kept.png").write_text("secret")
+        with pytest.raises(MapperFileError, match=r"figures/kept.png in .* is no PNG"):
+            online(push_saved, evaluated, "org/mapper", token="ann")
+
+    def test_a_report_is_sent_by_the_name_of_its_file_too(self, hub, online, saved, evaluated):
+        online(push, saved(3.0), "org/mapper", token="ann", report_dir=evaluated / "report.json")
+        assert set(hub.files("org/mapper")) == WITH_REPORT
+        with pytest.raises(MapperFileError, match="is a file; expected the folder of a report"):
+            online(push, saved(3.0), "org/mapper", token="ann", report_dir=evaluated / "report.md")
 
     def test_a_report_from_another_folder_comes_with_the_mapper(self, hub, online, saved, evaluated, tmp_path):
         shutil.copytree(evaluated, tmp_path / "report", ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
@@ -356,6 +412,9 @@ class TestFailures:
             ("other/mapper", {"token": "ann"}, "The token may not write to other/mapper", True),
             ("or g/mapper", {"token": "ann"}, "'or g/mapper' is no name of a repository", False),
             ("a/b/c", {"token": "ann"}, "'a/b/c' is no name of a repository", False),
+            (5, {"token": "ann"}, "5 is no name of a repository", False),
+            ("org/mapper", {"token": "ann", "tags": 5}, "is 5; expected a list of texts", False),
+            ("org/mapper", {"token": "ann", "tags": "abc"}, "is 'abc'; expected a list of texts", False),
             ("ann/m", {"token": "ann", "revision": "refs/pr/9"}, "no such repository or branch as ann/m names", True),
         ],
     )
@@ -364,6 +423,19 @@ class TestFailures:
             online(push, saved(1.0), repo_id, **kwargs)
         assert bool(hub.requests) is asks
         assert not any(hub.files(name) for name in hub.repositories)
+
+    @pytest.mark.parametrize("size", ["abc", -5, 0, True, "0GB", "5", [], 2.5])
+    def test_a_size_that_is_none(self, hub, online, saved, size):
+        with pytest.raises(MapperFileError, match="`max_shard_size` is"):
+            online(push, saved(1.0), "org/mapper", token="ann", max_shard_size=size)
+        assert not hub.requests
+
+    def test_a_cause_is_said_once(self):
+        with pytest.raises(HubError, match="no route") as refusal:
+            raise_refusal("no route", "no route")
+        assert str(refusal.value).count("no route") == 1
+        with pytest.raises(HubError, match="broke off no route"):
+            raise_refusal("broke off", "no route")
 
     def test_a_mapper_without_maps(self, hub):
         with pytest.raises(MapperFileError, match="This mapper has no maps, so nobody could use it"):

@@ -231,6 +231,17 @@ WRONG = [
     (("drift", "kl"), [0.1], "drift.kl"),
     (("lengths", 2, "context"), "64", "lengths[2].context"),
     (("latency", 0, "context"), None, "latency[0].context"),
+    (("latency", 0, "context"), 0, "latency[0].context"),
+    (("latency", 0, "conversion"), "1", "latency[0].conversion"),
+    (("latency", 0, "spread"), [1, 2], "latency[0].spread"),
+    (("latency", 0, "spread"), {"conversion": [1]}, "latency[0].spread.conversion"),
+    (("latency", 0, "device"), 3, "latency[0].device"),
+    (("lengths", 2, "context"), 0, "lengths[2].context"),
+    (("fidelity", "chunks"), 0, "fidelity.chunks"),
+    (("fidelity", "kl", "low"), 5.0, "fidelity.kl.low"),
+    (("fidelity", "kl", "high"), 10**400, "fidelity.kl.high"),
+    (("measures", 0, "n"), 10**400, "measures[0].n"),
+    (("settings", "seed"), 10**400, "settings.seed"),
     (("seconds",), "12", "seconds"),
     (("created",), 12, "created"),
 ]
@@ -253,6 +264,23 @@ def test_what_json_cannot_hold_is_refused_before_it_is_saved(value, tmp_path):
     with pytest.raises(MapperFileError, match=r"settings\.odd"):
         report.save(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_nested_too_deep_or_too_large_to_be_written_is_refused():
+    report, deep = sample(), []
+    for _ in range(10_000):
+        deep = [deep]
+    for value, field in ((deep, "settings"), (10**5000, r"settings\.odd")):
+        report.settings["odd"] = value
+        with pytest.raises(MapperFileError, match=f"`{field}` of this report"):
+            report.to_dict()
+
+
+def test_a_name_that_stands_twice_is_refused(tmp_path):
+    text = json.dumps(sample().to_dict()).replace('"unit": "share"', '"unit": "share", "unit": "share"', 1)
+    (tmp_path / REPORT_FILE).write_text(text)
+    with pytest.raises(MapperFileError, match="'unit' stands twice"):
+        TransferReport.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000])

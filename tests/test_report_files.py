@@ -135,6 +135,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         write_report(sample(), tmp_path)
 
 
+@pytest.mark.parametrize("name", [REPORT_FILE, MARKDOWN_FILE, FIGURES_FOLDER, f"{FIGURES_FOLDER}/kept.png"])
+def test_nothing_is_written_where_one_file_has_no_place(name, tmp_path):
+    place = tmp_path / name
+    if name == FIGURES_FOLDER:
+        place.write_text("mine")
+    else:
+        place.mkdir(parents=True)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(MapperFileError, match=name):
+        write_report(sample(), tmp_path)
+    assert set(tmp_path.rglob("*")) == before
+
+
 def test_tables_are_whole_and_show_every_condition_and_share():
     report = sample()
     text = report.to_markdown()

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import MapperFileError
 from ..saving import check_writable
+from .files import FIGURES_FOLDER, MARKDOWN_FILE, REPORT_FILE, check_place
 from .schema import (
     SCHEMA_VERSION,
     Drift,
@@ -23,13 +24,14 @@ from .schema import (
     Measure,
     Pair,
     checked,
+    checked_latency,
     plain,
     wrong,
 )
 from .verdict import Verdict, judge
 
 
-REPORT_FILE, MARKDOWN_FILE, FIGURES_FOLDER = "report.json", "report.md", "figures"
+__all__ = ["FIGURES_FOLDER", "MARKDOWN_FILE", "REPORT_FILE", "TIMES", "TransferReport", "write_whole"]
 
 # Nothing else may differ between two reports of the same mapper, data and seeds.
 TIMES = ("latency", "seconds", "created")
@@ -176,7 +178,7 @@ class TransferReport:
         path = Path(folder)
         path = path / REPORT_FILE if path.is_dir() else path
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
         except (OSError, ValueError, RecursionError) as error:
             raise MapperFileError(
                 f"No report could be read from {path} ({error}); expected the `{REPORT_FILE}` that "
@@ -192,9 +194,13 @@ class TransferReport:
             )
         kinds = typing.get_type_hints(type(self))
         names = [one.name for one in dataclasses.fields(self)]
-        values = {name: checked(plain(getattr(self, name)), kinds[name], name) for name in names}
-        for index, row in enumerate(values["latency"] or ()):
-            checked(row.get("context"), int, f"latency[{index}].context")
+        values: dict[str, Any] = {}
+        for name in names:
+            try:
+                values[name] = checked(plain(getattr(self, name)), kinds[name], name)
+            except RecursionError as error:
+                raise wrong(name, "nested too deep", "lists and objects that JSON can hold") from error
+        values["latency"] = checked_latency(values["latency"])
         _check_numbers(values)
         return values
 
@@ -212,6 +218,7 @@ def write_whole(folder: Path, name: str, content: str | bytes) -> Path:
         [`MapperFileError`]: if nothing can be written there.
     """
     check_writable(folder)
+    check_place(folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
     try:
@@ -224,6 +231,14 @@ def write_whole(folder: Path, name: str, content: str | bytes) -> Path:
     return folder / name
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
+        raise ValueError(f"the name {twice!r} stands twice in one object")
+    return found
+
+
 def _has_no_default(one: Any) -> bool:
     return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 
@@ -231,6 +246,10 @@ def _has_no_default(one: Any) -> bool:
 def _check_numbers(values: dict[str, Any]) -> None:
     """What types don't say: counts of one or more, and columns of one length."""
     counts = {f"measures[{index}].n": one["n"] for index, one in enumerate(values["measures"])}
+    counts |= {f"lengths[{index}].context": one["context"] for index, one in enumerate(values["lengths"])}
+    counts |= {f"latency[{index}].context": one["context"] for index, one in enumerate(values["latency"] or ())}
+    if values["fidelity"]:
+        counts["fidelity.chunks"] = values["fidelity"]["chunks"]
     drift = values["drift"]
     if drift:
         counts["drift.tokens_per_bin"] = drift["tokens_per_bin"]

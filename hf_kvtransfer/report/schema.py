@@ -1,6 +1,7 @@
 """What a report holds, as types, and the check that something is of such a type."""
 
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -241,10 +242,45 @@ def checked(value: Any, expected: Any, where: str) -> Any:
     fits = isinstance(value, int | float if expected is float else expected)
     if not fits or (isinstance(value, bool) and expected is not bool):
         raise wrong(where, value, _WORDS[expected])
-    return value
+    return _representable(value, where)
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+_SECONDS = ("source_prefill", "target_prefill", "conversion", "target_first_token", "converted_first_token")
+_LATENCY: dict[str, Any] = {
+    "context": int,
+    "device": str | None,
+    "dtype": str | None,
+    "spread": dict[str, list[float | None] | None] | None,
+    **dict.fromkeys(_SECONDS, float | None),
+    "warm_speedup": float | None,
+    "cold_speedup": float | None,
+    "conversion_floor": float | None,
+    "target_prefill_floor": float | None,
+    "conversion_peak": float | None,
+    "target_prefill_peak": float | None,
+}
+
+
+def checked_latency(rows: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """
+    The rows of `measure_latency`, of which those fields are checked that tables and figures show.
+
+    Args:
+        rows (`list[dict]`, *optional*): JSON values.
+
+    Raises:
+        [`MapperFileError`]: names the first field that is of another type.
+    """
+    for index, row in enumerate(rows or ()):
+        for name, kind in _LATENCY.items():
+            checked(row.get(name), kind, f"latency[{index}].{name}")
+        for name, ends in (row.get("spread") or {}).items():
+            if ends is not None and (len(ends) != 2 or None in ends):
+                raise wrong(f"latency[{index}].spread.{name}", ends, "the lowest and the highest time")
+    return rows
 
 
 def _section(value: Any, expected: Any, where: str) -> dict[str, Any]:
@@ -257,7 +293,10 @@ def _section(value: Any, expected: Any, where: str) -> dict[str, Any]:
     for name, kind in fields.items():
         if name not in value and type(None) not in typing.get_args(kind):
             raise wrong(f"{where}.{name}", "missing", "it to be there")
-    return {name: checked(value.get(name), kind, f"{where}.{name}") for name, kind in fields.items()}
+    found = {name: checked(value.get(name), kind, f"{where}.{name}") for name, kind in fields.items()}
+    if expected is Figure and None not in (found["low"], found["high"]) and found["low"] > found["high"]:
+        raise wrong(f"{where}.low", found["low"], f"no more than the upper end, {found['high']}")
+    return found
 
 
 def _json(value: Any, where: str) -> Any:
@@ -266,12 +305,21 @@ def _json(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return checked(value, list[Any], where)
     if value is None or isinstance(value, bool | int | float | str):
-        return value
+        return _representable(value, where)
     raise wrong(where, value, "something that JSON can hold")
+
+
+def _representable(value: Any, where: str) -> Any:
+    """Python's whole numbers have no end, unlike what is computed and drawn with them."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise wrong(where, value, "a number that a float can hold")
+    return value
 
 
 def wrong(where: str, given: Any, expected: str) -> MapperFileError:
     """The error for a field that isn't laid out as documented: its path, what it is, and what was expected."""
+    if isinstance(given, int) and abs(given) > sys.float_info.max:
+        given = f"a number of {given.bit_length()} bits"  # Python writes out only so many digits
     return MapperFileError(
         f"`{where}` of this report is {str(given)[:80]!r}; expected {expected}. If it was read from a file, that is "
         "damaged or of another release: evaluate the mapper again."

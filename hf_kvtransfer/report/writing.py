@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .figures import draw_figures
-from .report import MARKDOWN_FILE, TransferReport, write_whole
+from .files import MARKDOWN_FILE, check_places
+from .report import TransferReport, write_whole
 
 
 def write_report(report: TransferReport, folder: str | os.PathLike[str], *, figures: bool | None = None) -> list[Path]:
@@ -25,6 +26,7 @@ def write_report(report: TransferReport, folder: str | os.PathLike[str], *, figu
         [`MapperFileError`]: if nothing can be written there.
     """
     folder = Path(folder)
+    check_places(folder)
     written = [report.save(folder)]
     drawn = draw_figures(report, folder) if figures or (figures is None and find_spec("matplotlib")) else []
     text = report.to_markdown([path.relative_to(folder).as_posix() for path in drawn])
