@@ -159,7 +159,9 @@ def _described(
     pair: Pair, way: Way, mapper: KVMapper, statistics: CalibrationStatistics, seconds: float
 ) -> dict[str, Any]:
     config = mapper.config
-    heldout = config.scores["r2"]["heldout"]
+    # Of a trained mapper those of the closed form that it started from.
+    scores = config.scores if "r2" in config.scores else config.scores["closed_form"]
+    heldout = scores["r2"]["heldout"]
     return {
         "role": way.role,
         "recipe": way.recipe,
@@ -173,10 +175,10 @@ def _described(
         "anchor_start": config.anchor_start,
         "exact_prefix": config.exact_prefix,
         "exact_suffix": config.exact_suffix,
-        "r2_in_sample": {kind: config.scores["r2"]["fit"][f"{kind}_mean"] for kind in ("keys", "values")},
+        "r2_in_sample": {kind: scores["r2"]["fit"][f"{kind}_mean"] for kind in ("keys", "values")},
         "r2_heldout": {kind: heldout[f"{kind}_mean"] for kind in ("keys", "values")},
         "r2_entry": heldout.get("entry"),
-        "k_candidates": config.scores.get("k_candidates", {}),
+        "k_candidates": scores.get("k_candidates", {}),
         "anchors_compared": config.selection.get("anchors", []),
         "cost": costs(config, pair.readings[0].prefix),
     }

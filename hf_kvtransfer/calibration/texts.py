@@ -91,7 +91,11 @@ def describe_source(source: Any) -> str:
     """A short name of a source of text for the manifest: a Hub or file name, or the kind of object; never a folder."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if path.exists() or not isinstance(source, str):
+        try:
+            is_file = path.exists() or not isinstance(source, str)
+        except OSError:  # a text, and no name that a file can have; reading it says so
+            is_file = False
+        if is_file:
             return path.name
         return f"{source} ({DEFAULT_CONFIG})" if source == DEFAULT_DATASET else source
     builder = getattr(getattr(source, "info", None), "dataset_name", None)
