@@ -1,8 +1,8 @@
 """What a mapper has been shown to keep: the summary of a report in its configuration, and the gate that asks for it."""
 
 import json
-import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +193,7 @@ def check_evidence(config: dict[str, Any] | None, path: Any, minimum: Any = None
             evidence is loaded with a warning, with `False` without.
 
     Raises:
-        [`EvidenceError`]: if the mapper shows less, or nothing.
+        [`EvidenceError`]: if the mapper shows less, or nothing, or one of its measures can't be read.
     """
     if minimum is False:
         return
@@ -245,24 +245,51 @@ def _evidence(config: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     measures = evaluation.get("measures") if isinstance(evaluation, dict) else None
     if not isinstance(evaluation, dict) or not isinstance(measures, list) or not measures:
         return "carries no evaluation", []
-    digests = config.get("digests")
-    if digests and evaluation.get("weights", weights_digest(digests)) != weights_digest(digests):
+    digests = config.get("digests") or {}
+    own = weights_digest(digests) if isinstance(digests, dict) and digests else None
+    # What is bound to weights is of nothing where it can't be told any more which these are.
+    if evaluation.get("weights", own) != own:
         return "carries an evaluation of other weights than its own", []
-    # Where a gap has no interval, the target wasn't shown to be better than the source.
-    gaps = [one for one in measures if isinstance(one, dict) and isinstance(one.get("gap_recovered"), dict)]
-    return "", [one for one in gaps if all(_is_number(one["gap_recovered"].get(end)) for end in _ENDS)]
+    shown = []
+    for index, one in enumerate(measures):
+        # Missing isn't null: a summary holds the field of every measure.
+        gap = one.get("gap_recovered", "missing") if isinstance(one, dict) else one
+        if not isinstance(one, dict) or not _is_readable(gap):
+            return f"carries an evaluation whose measure {index} can't be read (gap recovered: {str(gap)[:80]})", []
+        # Where a gap has no interval, the target wasn't shown to be better than the source.
+        if gap is not None and gap.get("low") is not None:
+            shown.append(one)
+    return "", shown
+
+
+def _is_readable(gap: Any) -> bool:
+    """Whether a gap recovered is a figure in its interval, or has no interval; anything else is no evidence."""
+    if not isinstance(gap, dict):
+        return gap is None
+    value, low, high = (gap.get(end) for end in _ENDS)
+    if low is None and high is None:
+        return value is None or _is_number(value)
+    # Figures of equal values differ by what was rounded.
+    slack = 1e-6 * max(1.0, abs(value)) if _is_number(value) else 0.0
+    return all(map(_is_number, (value, low, high))) and low - slack <= value <= high + slack and low <= high
 
 
 def _check_minimum(minimum: Any) -> None:
     if not _is_number(minimum) or minimum > 1:
         raise EvidenceError(
-            f"`min_gap_recovered` is {minimum!r}; expected a share of at most 1, such as 0.8, or `False` for no "
+            f"`min_gap_recovered` is {_short(minimum)}; expected a share of at most 1, such as 0.8, or `False` for no "
             "warning either."
         )
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Whole numbers that no float can hold aren't finite here.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _short(value: Any) -> str:
+    # Python writes out only so many digits.
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**64 else repr(value)
 
 
 def _percent(share: float) -> str:

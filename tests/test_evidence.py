@@ -170,7 +170,46 @@ class TestWithEvidence:
         record_evidence(folder, report_of(mapper.config, measured(gap_recovered=nothing), measured(gap=0.9)))
         KVMapper.from_pretrained(folder, min_gap_recovered=0.84)
 
-    @pytest.mark.parametrize("minimum", [True, "0.8", math.nan, math.inf, 80, [0.8]])
+    @pytest.mark.parametrize(
+        "gap",
+        [
+            0.99,
+            "0.99",
+            [],
+            {"value": math.nan, "low": 0.9, "high": 1.0},
+            {"value": 0.95, "low": math.nan, "high": math.nan},
+            {"value": 0.95, "low": "0.9", "high": 1.0},
+            {"value": 0.95, "low": 0.9, "high": True},
+            {"value": 0.95, "low": 0.9, "high": None},
+            {"value": None, "low": 0.9, "high": 1.0},
+            {"value": "0.9", "low": None, "high": None},
+            {"value": 0.5, "low": 0.9, "high": 1.0},
+            {"value": 0.95, "low": 1.0, "high": 0.9},
+            {"value": 0.95, "low": 0.9, "high": 10**400},
+        ],
+    )
+    def test_a_measure_that_cant_be_read_is_not_left_out(self, mapper, gap):
+        summary = summary_of(report_of(mapper.config, measured(gap=0.9), measured("more", gap=0.9)))
+        config = {"scores": {EVALUATION: summary}}
+        check_evidence(config, "here", 0.8)
+        summary["measures"][1]["gap_recovered"] = gap
+        with pytest.raises(EvidenceError, match="whose measure 1 can't be read"):
+            check_evidence(config, "here", 0.8)
+        summary["measures"][1] = gap
+        with pytest.raises(EvidenceError, match="whose measure 1 can't be read"):
+            check_evidence(config, "here", 0.8)
+
+    @pytest.mark.parametrize("digests", [None, {}, ["0"]])
+    def test_what_is_bound_to_weights_needs_their_digests(self, mapper, folder, digests):
+        record_evidence(folder, report_of(mapper.config))
+        config = json.loads((folder / "config.json").read_text())
+        check_evidence(config, "here", 0.8)
+        with pytest.raises(EvidenceError, match="an evaluation of other weights than its own"):
+            check_evidence({**config, "digests": digests}, "here", 0.8)
+
+    @pytest.mark.parametrize(
+        "minimum", [True, "0.8", math.nan, math.inf, 80, [0.8], 10**400, pytest.param(10**5000, id="huge")]
+    )
     def test_the_minimum_is_a_share(self, folder, minimum):
         with pytest.raises(EvidenceError, match="expected a share of at most 1"):
             KVMapper.from_pretrained(folder, min_gap_recovered=minimum)
