@@ -19,6 +19,10 @@ from .cli_options import (
 )
 
 
+_MOST_THREADS = 4096
+"""More than any machine has; far more of them bring the process down."""
+
+
 def bench(
     source: Source,
     target: Target,
@@ -37,7 +41,9 @@ def bench(
     anchor_start: Annotated[int, typer.Option(min=0, help="With --random: the first of these.")] = 0,
     dtype: Annotated[str, typer.Option(help='Of models and mapper: "bfloat16", "float32", …')] = "float32",
     device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; torch's own choice by default.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_THREADS, help="Of the CPU; torch's own choice by default.")
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, too.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     mapper_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the mapper.")] = None,
@@ -55,8 +61,8 @@ def bench(
     with typed_errors():
         if mapper is None and not random:
             raise typer.BadParameter("Give the mapper of this pair, or --random to measure before one is fitted.")
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            fail(f"There is no folder {json_file.parent} to write {json_file.name} to; make it first.")
+        if json_file is not None:
+            _check_file(json_file)
         tokens = parsed_lengths(lengths)
         computed_in, on = parsed_dtype(dtype), parsed_device(device)
         if threads is not None:
@@ -79,6 +85,20 @@ def bench(
         if json_file is not None:
             json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         print(latency_tables(rows))
+
+
+def _check_file(path: Path) -> None:
+    """Fails unless a file can be written; before it is measured, not after. What is there stays as it is."""
+    try:
+        if not path.absolute().parent.is_dir():
+            fail(f"There is no folder {path.parent} to write {path.name} to; make it first.")
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        fail(f"--json {path} can't be written ({getattr(error, 'strerror', None) or error}); name another file.")
 
 
 def _random_pair(
@@ -157,8 +177,10 @@ def latency_tables(rows: list[dict[str, Any]]) -> str:
 
 def parsed_lengths(value: str) -> list[int]:
     parts = [part.strip().replace("_", "") for part in value.split(",") if part.strip()]
-    if not parts or not all(part.isascii() and part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{value!r} is not a list of whole numbers of tokens, such as 64,1024.")
+    # No context has as many tokens as a number of ten digits says.
+    if not parts or not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        shown = value if len(value) <= 60 else f"{value[:60]} …"
+        raise typer.BadParameter(f"{shown!r} is not a list of whole numbers of tokens, such as 64,1024.")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -175,6 +197,8 @@ def parsed_device(value: str | None) -> Any:
 
     try:
         device = torch.device(value or "cpu")
+        if device.type == "meta":
+            raise NotImplementedError("tensors there have no values, and take no time")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

@@ -54,7 +54,7 @@ def evaluate(
     ] = None,
     bench: Annotated[bool, typer.Option("--bench", help="Time conversion against prefill, too.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Start anew what was interrupted.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random mapper and of the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random mapper and of the intervals.")] = 0,
     source_revision: SourceRevision = None,
     target_revision: TargetRevision = None,
     mapper_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the mapper.")] = None,
@@ -66,6 +66,7 @@ def evaluate(
     from .calibration.texts import describe_source, iter_texts
     from .cards import write_card
     from .evaluation import evaluate_mapper, read_choices, read_questions
+    from .evaluation.inputs import Sizes
     from .evaluation.questions import first_of_each_kind
     from .latency import measure_latency
     from .loading import load_model, load_tokenizer
@@ -76,6 +77,8 @@ def evaluate(
         asked = read_questions(questions) if questions is not None else []
         put = read_choices(choices) if choices is not None else []
         others = None if lengths is None else parsed_lengths(lengths)
+        # Before models are loaded: `evaluate_mapper` says the same, after it.
+        Sizes.of(prefix=prefix, scored=scored, lengths=others, max_chunks=chunks, batch_size=batch_size, shots=shots)
         loaded = KVMapper.from_pretrained(mapper, revision=mapper_revision or "main", min_gap_recovered=False)
         folder, is_own = _folder(mapper, report, loaded)
         if figures and find_spec("matplotlib") is None:

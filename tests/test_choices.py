@@ -106,12 +106,31 @@ def test_reading_a_file(tmp_path):
         '{"centerpiece": "x", "options": ["a"], "correct_options_idx": [1]}',
         '{"centerpiece": "x", "options": ["a"], "correct_options_idx": []}',
         "[1]",
+        *(
+            json.dumps({"centerpiece": "x", "options": ["a", "b"], "correct_options_idx": [0]} | changes)
+            for changes in (
+                {"correct_options_idx": [2]},
+                {"correct_options_idx": [-1]},
+                {"correct_options_idx": [True]},
+                {"correct_options_idx": []},
+                {"correct_options_idx": 0},
+                {"options": "ab"},
+                {"options": ["a", "a"]},
+                {"options": ["a", " "]},
+                {"options": ["a", 1]},
+                {"options": ["a", "\ud800"]},
+                {"centerpiece": 3},
+            )
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, line):
     path = tmp_path / "choices.json"
     path.write_text(line, encoding="utf-8")
-    with pytest.raises(KVTransferError, match="No multiple choice could be read"):
+    with pytest.raises(KVTransferError, match="No multiple choice could be read.*line 1: "):
+        read_choices(path)
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(KVTransferError, match="it is empty"):
         read_choices(path)
     with pytest.raises(KVTransferError, match="FileNotFoundError"):
         read_choices(tmp_path / "absent.json")

@@ -117,6 +117,8 @@ def test_another_folder_gets_a_copy_and_an_interrupted_one_goes_on(mapper, tmp_p
         (("{mapper}", *DATA, "--choices", "absent.jsonl"), "No multiple choice could be read from absent.jsonl"),
         (("{mapper}", *DATA, "--lengths", "many"), "is not a list of whole numbers"),
         (("{mapper}", *DATA, "--prefix", "1"), "expected a whole number of at least 2"),
+        (("{mapper}", *DATA, "--scored", 10**30), "expected a whole number of at least 1 and at most"),
+        (("{mapper}", *DATA, "--seed", -1), "Invalid value for '--seed'"),
         (("{mapper}", *DATA, "--statistics", "absent"), "absent"),
         (("{mapper}", *DATA, "--report", "{file}"), "is a file"),
         (("{mapper}", *DATA, "--report", "{other}"), "holds another mapper than"),

@@ -361,6 +361,23 @@ class TestInputs:
             ({"batch_size": 0}, "`batch_size` is 0"),
             ({"queries": 0}, "`queries` is 0"),
             ({"shots": -1}, "`shots` is -1"),
+            ({"seed": -1}, "`seed` is -1; expected a whole number of at least 0 and at most 4294967295"),
+            ({"seed": 2**32}, "`seed` is 4294967296"),
+            ({"seed": 1.5}, "`seed` is 1.5"),
+            ({"samples": 0}, "`samples` is 0"),
+            ({"samples": 10**30}, "`samples` is 1000.*at most 100000"),
+            ({"queries": PREFIX + 1}, "`queries` is 65; .* at most 64"),
+            ({"prefix": "many"}, "`prefix` is 'many'"),
+            ({"max_chunks": 10**5000}, "`max_chunks` is a number of 16610 bits"),
+            ({"batch_size": True}, "`batch_size` is True"),
+            ({"lengths": 3}, "`lengths` is of type int"),
+            ({"lengths": ["3"]}, "`lengths` is '3'"),
+            ({"scored": 10**30}, "`scored` is 1000"),
+            ({"scored": 10**6}, "Score fewer tokens"),
+            ({"questions": [Question("k", "a b", "", " a"), Question("k", "c d", " q", " a")]}, "a question and an"),
+            ({"questions": [Question("k", d, " q" * 8192, " a") for d in ("a b", "c d")]}, "than the 8192 positions"),
+            ({"choices": [Choice("x" * 50_000, ("a", "b"), (0,))] * 4}, "than the 8192 positions"),
+            ({"choices": [Choice("x", ("a", "b"), (2,))] * 4}, "A question can't be asked"),
             ({"shots": 3}, "3 of them are to be shown; expected two or more"),
             ({"lengths": [1]}, "is 1; expected a whole number of at least 2"),
             ({"texts": "Too short."}, "expected at least two chunks of 104"),
@@ -375,6 +392,34 @@ class TestInputs:
     def test_what_makes_no_sense_is_refused(self, evaluate, changes, sentence):
         with pytest.raises(KVTransferError, match=sentence):
             evaluate(**changes)
+
+    def test_no_tokenizer(self, pair, mapper):
+        for tokenizer in (None, "name", 3):
+            with pytest.raises(KVTransferError, match="`tokenizer` is of type"):
+                evaluate_mapper(**without(pair), mapper=mapper, tokenizer=tokenizer, texts="some words")
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"choices": "abc"}, "`choices` is of type str"),
+            ({"choices": [1]}, "`choices` is of type int"),
+            ({"choices": [" b"]}, "is none of the `choices`"),
+            ({"document": None}, "`document` is of type NoneType"),
+            ({"answer": "\ud800"}, "`answer` has lone surrogates"),
+        ],
+    )
+    def test_questions_that_can_not_be_asked_are_named_by_line(self, tmp_path, changes, sentence):
+        row = {"kind": "k", "document": "one two", "question": " q", "answer": " a"}
+        path = tmp_path / "questions.jsonl"
+        path.write_text(f"{json.dumps(row)}\n\n{json.dumps(row | changes)}\n")
+        with pytest.raises(KVTransferError, match=f"line 3: .*{sentence}"):
+            read_questions(path)
+        path.write_text("[1]")
+        with pytest.raises(KVTransferError, match="line 1: it is of type list"):
+            read_questions(path)
+        path.write_text("\n")
+        with pytest.raises(KVTransferError, match="it is empty"):
+            read_questions(path)
 
     def test_another_pair_is_refused(self, evaluate, family_model, family_tokenizer, statistics):
         with pytest.raises(PairMismatchError):

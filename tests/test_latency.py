@@ -323,6 +323,11 @@ class TestBench:
             (("--random", "--device", "abacus"), "is no device of this machine"),
             (("--random", "--k", "5"), "expected a number from 1 to 4"),
             (("--random", "--json", "nowhere/rows.json"), "There is no folder nowhere"),
+            (("--random", "--json", "."), "can't be written"),
+            (("--random", "--json", "x" * 300), "can't be written"),
+            (("--random", "--lengths", "9" * 5000), "is not a list of whole numbers"),
+            (("--random", "--threads", "1000000000"), "Invalid value for '--threads'"),
+            (("--random", "--device", "meta"), "is no device of this machine"),
             (("missing",), "missing"),
         ],
     )

@@ -1,17 +1,16 @@
 """Multiple choice on a cache that only the source has made: which option does the target find the most likely?"""
 
-import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
+from .checks import read_rows, text_problem, texts_problem
 from .continuation import check_scores, score_continuation
 from .controls import Condition
 
@@ -30,6 +29,18 @@ class Choice:
     question: str
     options: tuple[str, ...]
     correct: tuple[int, ...]
+
+    def problem(self) -> str | None:
+        """What keeps it from being asked."""
+        if problem := text_problem("question", self.question) or texts_problem("options", self.options):
+            return problem
+        if len(self.options) < 2 or len(set(self.options)) < len(self.options) or not all(map(str.strip, self.options)):
+            return f"`options` is {list(self.options)}, not two or more different ones that aren't empty"
+        right = self.correct
+        are_indices = isinstance(right, (list, tuple)) and all(type(index) is int for index in right)
+        if not are_indices or not right or not all(0 <= index < len(self.options) for index in right):
+            return f"the right options are {right!r}, not one or more indices from 0 to {len(self.options) - 1}"
+        return None
 
     def prompt(self) -> str:
         """What is read before an option: the form that the published benchmarks use."""
@@ -87,20 +98,22 @@ def read_choices(path: str | os.PathLike[str]) -> list[Choice]:
     `correct_options_idx`; other fields are ignored.
 
     Raises:
-        [`KVTransferError`]: if the file or a field is missing, or no option is right.
+        [`KVTransferError`]: if the file or a field is missing or wrong; the sentence names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
-        choices = [Choice(r["centerpiece"], tuple(r["options"]), tuple(r["correct_options_idx"])) for r in rows]
-        for choice in choices:
-            choice.answered()
-        return choices
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        return read_rows(path, _choice)
+    except (OSError, ValueError) as error:
         raise KVTransferError(
             f"No multiple choice could be read from {path} ({type(error).__name__}: {error}); expected one JSON object "
             'a line with "centerpiece", "options" and "correct_options_idx".'
         ) from error
+
+
+def _choice(row: Any) -> Choice:
+    given = Choice(row["centerpiece"], row["options"], row["correct_options_idx"])
+    if problem := given.problem():
+        raise ValueError(problem)
+    return Choice(given.question, tuple(given.options), tuple(given.correct))
 
 
 def answer_choices(
@@ -182,8 +195,7 @@ def choose(
     Raises:
         [`KVTransferError`]: if a likelihood is NaN or infinite.
     """
-    context, different = (_ids(tokenizer, shown + one.prompt()) for one in (choice, other))
-    options = [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
+    context, different, options = encode_choice(choice, other, tokenizer, shown)
     lengths = [len(option) for option in options]
     # What pads a shorter option comes after it, where nothing that counts can see it.
     padded = torch.nn.utils.rnn.pad_sequence(options, batch_first=True)
@@ -199,6 +211,17 @@ def choose(
         nll = sums.tolist()
         results[condition.name] = Scores(nll, lengths, seconds)
     return results
+
+
+def encode_choice(
+    choice: Choice, other: Choice, tokenizer: Any, shown: str = ""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """
+    Token ids of the prompt and of another, each `[1, tokens]`, and of each option, `[tokens]`; arguments as in
+    [`choose`].
+    """
+    context, different = (_ids(tokenizer, shown + one.prompt()) for one in (choice, other))
+    return context, different, [_ids(tokenizer, f" {option}", add_special_tokens=False)[0] for option in choice.options]
 
 
 def _ids(tokenizer: Any, text: str, **options: Any) -> torch.Tensor:

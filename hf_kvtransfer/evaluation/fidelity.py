@@ -18,6 +18,7 @@ from ..calibration.attention import (
 )
 from ..features import KINDS
 from ..rope import RotaryCodec
+from .checks import check_whole
 from .continuation import check_scores, continuation_logits, divergence, prefill, score_logits
 from .prefix import split_chunks
 
@@ -64,7 +65,7 @@ def measure_fidelity(
     prefix: int = 1024,
     scored: int | None = None,
     max_chunks: int | None = None,
-    queries: int = 32,
+    queries: int | None = None,
     progress: bool = True,
 ) -> Fidelity:
     """
@@ -84,17 +85,20 @@ def measure_fidelity(
         prefix (`int`, *optional*, defaults to 1024): tokens of context.
         scored (`int`, *optional*): tokens that are predicted after it; as many as the prefix by default.
         max_chunks (`int`, *optional*): at most so many chunks.
-        queries (`int`, *optional*, defaults to 32): at how many positions attention is compared.
+        queries (`int`, *optional*):
+            At how many positions attention is compared: no more than the prefix has; 32 or all of them by default.
         progress (`bool`, *optional*, defaults to `True`): whether to show a bar, on a terminal only.
 
     Returns:
         [`Fidelity`]
 
     Raises:
-        [`KVTransferError`]: if the text is too short for two chunks, or a likelihood is NaN or infinite.
+        [`KVTransferError`]: if a number is out of range, the text too short for two chunks, or a likelihood not finite.
     """
     scored = prefix if scored is None else scored
     chunks = split_chunks(texts, tokenizer, prefix, scored, max_chunks)[:max_chunks]
+    queries = min(32, prefix) if queries is None else queries
+    check_whole("queries", queries, 1, prefix)
     comparison = Comparison(target, convert, prefix, queries)
     sums = FidelitySums()
     result = Fidelity()

@@ -19,6 +19,7 @@ from ..errors import KVTransferError
 from ..mapper import KVMapper
 from ..modules import text_config
 from ..pairing import pair_manifest
+from .checks import check_tokenizer, check_whole
 from .drift import TOKENS_PER_BIN
 from .prefix import as_chunks, text_ids
 
@@ -45,26 +46,40 @@ class Sizes:
     shots: int
 
     def __post_init__(self) -> None:
-        least = {"prefix": 2, "scored": 1, "max_chunks": 2, "batch_size": 1, "queries": 1, "shots": 0}
-        given = {name: getattr(self, name) for name in least} | {f"lengths[{n}]": n for n in self.lengths}
-        for name, value in given.items():
-            lowest = least.get(name, 2)
-            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-                raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {lowest}.")
+        least = {"prefix": 2, "scored": 1, "max_chunks": 2, "batch_size": 1, "shots": 0}
+        for name, lowest in least.items():
+            check_whole(name, getattr(self, name), lowest)
+        check_whole("queries", self.queries, 1, self.prefix)
 
     @classmethod
     def of(
-        cls, *, prefix: int, scored: int | None = None, lengths: Sequence[int] | None = None, **others: int
+        cls,
+        *,
+        prefix: int,
+        scored: int | None = None,
+        lengths: Sequence[int] | None = None,
+        queries: int | None = None,
+        **others: int,
     ) -> "Sizes":
         """
-        Fills in the defaults: as many tokens are scored as the prefix has, and a quarter and half of the prefix are
-        read too.
+        Fills in the defaults: as many tokens are scored as the prefix has, a quarter and half of the prefix are read
+        too, and attention is compared at 32 positions, or at all.
         """
+        check_whole("prefix", prefix, 2)
+        if lengths is not None and (isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable)):
+            raise KVTransferError(
+                f"`lengths` is of type {type(lengths).__name__}; expected whole numbers in a list. Give some, such as "
+                "[256, 512]."
+            )
+        lengths = None if lengths is None else list(lengths)
+        for length in lengths or ():
+            check_whole("lengths", length, 2)
         wanted = lengths if lengths is not None else [n for n in (prefix // 4, prefix // 2) if n >= TOKENS_PER_BIN]
         return cls(
             prefix=prefix,
             scored=prefix if scored is None else scored,
             lengths=tuple(sorted({*wanted, prefix})),
+            queries=min(32, prefix) if queries is None else queries,
             **others,
         )
 
@@ -98,19 +113,18 @@ def chunks_of(
         [`KVTransferError`]: if the text is too short for two chunks with the prefix, or a model doesn't reach so far.
     """
     left_out: dict[str, str] = {}
-    reach = {
-        name: getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
-        for name, model in models.items()
-    }
-    for name, positions in reach.items():
-        for length in [one for one in sizes.lengths if positions is not None and one + sizes.scored > positions]:
+    for name, positions in reach_of(models).items():
+        for length in [one for one in sizes.lengths if one + sizes.scored > positions]:
             if length == sizes.prefix:
+                # No prefix is short enough beside so many scored tokens.
+                advice = "Give a shorter prefix" if sizes.scored + 2 <= positions else "Score fewer tokens"
                 raise KVTransferError(
                     f"A prefix of {length} tokens and {sizes.scored} scored ones are more than the {positions} "
-                    f"positions that the {name} was made for; expected fewer. Give a shorter prefix."
+                    f"positions that the {name} was made for; expected fewer. {advice}."
                 )
             left_out[str(length)] = f"the {name} was made for {positions} positions"
             sizes = sizes.without(length)
+    check_tokenizer(tokenizer)
     first = starting_token(tokenizer)
     documents = [texts] if isinstance(texts, str) else texts
     every = chain.from_iterable(text_ids(document, tokenizer) for document in documents)
@@ -129,6 +143,25 @@ def chunks_of(
     half = (count + 1) // 2
     order = [index for pair in zip(range(half), range(half, 2 * half), strict=True) for index in pair if index < count]
     return chunks[order], sizes, left_out
+
+
+def reach_of(models: dict[str, nn.Module]) -> dict[str, int]:
+    """For how many positions models were made, by name, of those that say so."""
+    found = {
+        name: getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
+        for name, model in models.items()
+    }
+    return {name: positions for name, positions in found.items() if isinstance(positions, int)}
+
+
+def check_reach(what: str, tokens: int, models: dict[str, nn.Module]) -> None:
+    """Raises [`KVTransferError`] if something that is asked, `tokens` with its context, is longer than models read."""
+    for name, positions in reach_of(models).items():
+        if tokens > positions:
+            raise KVTransferError(
+                f"The {what} has {tokens} tokens with what stands before it, more than the {positions} positions that "
+                f"the {name} was made for; expected fewer. Leave it out, or show fewer shots."
+            )
 
 
 def batches(chunks: Tensor, batch_size: int) -> list[tuple[Tensor, Tensor]]:

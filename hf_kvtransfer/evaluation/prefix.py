@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from ..calibration.texts import starting_token
 from ..errors import KVTransferError
+from .checks import check_tokenizer, check_whole, is_unicode
 from .continuation import check_scores, continuation_logits, divergence, score_logits
 from .controls import Condition
 
@@ -171,9 +172,10 @@ def split_chunks(
     Raises:
         [`KVTransferError`]: if a number is out of range, or the text too short for two chunks.
     """
-    for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks or 1, 1)):
-        if not isinstance(value, int) or value < least:
-            raise KVTransferError(f"`{name}` is {value!r}; expected a whole number of at least {least}.")
+    for name, value, least in (("prefix", prefix, 2), ("scored", scored, 1), ("max_chunks", max_chunks, 1)):
+        if name != "max_chunks" or value is not None:
+            check_whole(name, value, least)
+    check_tokenizer(tokenizer)
     length, first = prefix + scored, starting_token(tokenizer)
     columns = []
     for text in [texts] if isinstance(texts, str) else texts:
@@ -204,11 +206,6 @@ def text_ids(text: Any, tokenizer: Any) -> list[int]:
         )
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text has no lone surrogates, of which there are no tokens."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def as_chunks(ids: Sequence[int], length: int, first: int | None) -> Tensor:

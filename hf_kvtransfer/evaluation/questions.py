@@ -1,17 +1,16 @@
 """Questions whose answers stand in a document that only the source has read."""
 
-import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..errors import KVTransferError
+from .checks import read_rows, text_problem, texts_problem
 from .continuation import check_scores, score_continuation
 from .controls import Condition
 
@@ -32,6 +31,17 @@ class Question:
     question: str
     answer: str
     choices: tuple[str, ...] = ()
+
+    def problem(self) -> str | None:
+        """What keeps it from being asked."""
+        for name in ("kind", "document", "question", "answer"):
+            if problem := text_problem(name, getattr(self, name)):
+                return problem
+        if problem := texts_problem("choices", self.choices):
+            return problem
+        if self.choices and self.answer not in self.choices:
+            return f"`answer` is {self.answer!r}, which is none of the `choices`"
+        return None
 
 
 @dataclass
@@ -66,23 +76,23 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     Reads questions from a `.jsonl` file with the fields of [`Question`] (others are ignored).
 
     Raises:
-        [`KVTransferError`]: if the file or a field is missing.
+        [`KVTransferError`]: if the file or a field is missing or wrong; the sentence names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
-        questions = [
-            Question(r["kind"], r["document"], r["question"], r["answer"], tuple(r.get("choices", ()))) for r in rows
-        ]
-        for q in questions:
-            if not all(isinstance(text, str) for text in (q.kind, q.document, q.question, q.answer, *q.choices)):
-                raise TypeError(f"a field of {q} is no text")
-        return questions
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return read_rows(path, _question)
+    except (OSError, ValueError) as error:
         raise KVTransferError(
             f"No questions could be read from {path} ({type(error).__name__}: {error}); expected one JSON object a "
             'line with "kind", "document", "question" and "answer".'
         ) from error
+
+
+def _question(row: Any) -> Question:
+    choices = row.get("choices", [])
+    given = Question(row["kind"], row["document"], row["question"], row["answer"], choices)
+    if problem := given.problem():
+        raise ValueError(problem)
+    return replace(given, choices=tuple(choices))
 
 
 def first_of_each_kind(questions: Iterable[Question], count: int | None = None) -> list[Question]:
@@ -183,17 +193,17 @@ def encode(question: Question, other: str, tokenizer: Any) -> tuple[torch.Tensor
     Token ids of the document, of another, of the question and of its answer, each `[1, tokens]`.
 
     Raises:
-        [`KVTransferError`]: if a document has less than two tokens, or the answer none.
+        [`KVTransferError`]: if a document has less than two tokens, or the question or its answer none.
     """
     context, different = (
         tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in (question.document, other)
     )
     asked, answer = (_ids(tokenizer, text) for text in (question.question, question.answer))
-    if min(context.shape[1], different.shape[1]) < 2 or not answer.shape[1]:
+    if min(context.shape[1], different.shape[1]) < 2 or not asked.shape[1] or not answer.shape[1]:
         raise KVTransferError(
-            f"A question ({question.question!r}) has a document of {context.shape[1]} tokens, another of "
-            f"{different.shape[1]}, and an answer of {answer.shape[1]}; expected documents of two or more and an "
-            "answer of one or more. Leave it out."
+            f"A question ({question.question!r}) of {asked.shape[1]} tokens has a document of {context.shape[1]} "
+            f"tokens, another of {different.shape[1]}, and an answer of {answer.shape[1]}; expected documents of two "
+            "or more, and a question and an answer of one or more. Leave it out."
         )
     return context, different, asked, answer
 

@@ -21,12 +21,14 @@ from ..geometry import tokenizer_fingerprint
 from ..mapper import KVMapper
 from ..report import TransferReport
 from ..report.schema import SCHEMA_VERSION
-from .choices import Choice
+from .checks import check_draws, check_tokenizer
+from .choices import Choice, encode_choice
 from .controls import Condition, SharedPrefill, anchor_alone, conditions, raw_layers, transfer
 from .fidelity import Comparison
 from .inputs import (
     Sizes,
     batches,
+    check_reach,
     chunks_of,
     digest,
     digest_of_mapper,
@@ -70,7 +72,7 @@ def evaluate_mapper(
     max_chunks: int = 32,
     lengths: Sequence[int] | None = None,
     batch_size: int = 1,
-    queries: int = 32,
+    queries: int | None = None,
     statistics: CalibrationStatistics | str | os.PathLike[str] | None = None,
     seed: int = 0,
     samples: int = 2000,
@@ -107,12 +109,15 @@ def evaluate_mapper(
             Other lengths of context, in tokens; a quarter and half of the prefix by default. Those for which there is
             too little text, or that a model doesn't reach, are left out, and `settings` says so.
         batch_size (`int`, *optional*, defaults to 1): chunks at once; figures differ by rounding only.
-        queries (`int`, *optional*, defaults to 32): at how many positions of a context attention is compared.
+        queries (`int`, *optional*):
+            At how many positions of a context attention is compared: no more than the prefix has; 32 or all of them by
+            default.
         statistics ([`CalibrationStatistics`] or `str`, *optional*):
             Those that the mapper was solved from, or their folder. With them the report has the R² of each target layer
             from each source layer, and the condition `anchor alone` where there is such a thing ([`anchor_alone`]).
-        seed (`int`, *optional*, defaults to 0): of the random mapper and of the intervals.
-        samples (`int`, *optional*, defaults to 2000): how often documents are drawn for an interval.
+        seed (`int`, *optional*, defaults to 0): of the random mapper and of the intervals, below 2³².
+        samples (`int`, *optional*, defaults to 2000):
+            How often documents are drawn for an interval, 100,000 times at most.
         data (`dict[str, str]`, *optional*):
             What the report calls the data: names for `texts`, `questions` and `choices`, and the `split`.
         latency (`list[dict]`, *optional*): rows of `measure_latency`, for the report.
@@ -128,11 +133,13 @@ def evaluate_mapper(
     Raises:
         [`PairMismatchError`]: if a model, the tokenizer or the statistics are of another pair than the mapper.
         [`KVTransferError`]:
-            If a number is out of range, the text is too short, the questions are about one document, or `work_dir`
-            holds results of another evaluation.
+            If a number is out of range, the text is too short, the questions are about one document, a question can't
+            be asked or is longer than a model reads, a model predicts NaN, or `work_dir` holds results of another
+            evaluation.
     """
     started = time.perf_counter()
-    mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
+    check_tokenizer(tokenizer)
+    check_draws(seed, samples)
     sizes = Sizes.of(
         prefix=prefix,
         scored=scored,
@@ -142,16 +149,29 @@ def evaluate_mapper(
         queries=queries,
         shots=shots,
     )
-    chunks, sizes, lengths_left_out = chunks_of(texts, tokenizer, sizes, {"source": source, "target": target})
+    mapper.check_pair(source=source, target=target, tokenizer=tokenizer)
+    models = {"source": source, "target": target}
+    chunks, sizes, lengths_left_out = chunks_of(texts, tokenizer, sizes, models)
     questions, choices = list(questions or ()), list(choices or ())
     others = different_documents(questions) if questions else []
+    # What can't be asked shows now, not after hours.
+    _check_askable([*questions, *choices])
     for question, other in zip(questions, others, strict=True):
-        encode(question, other, tokenizer)  # a question that can't be asked shows now, not after hours
+        context, different, asking, answer = encode(question, other, tokenizer)
+        longest = max(context.shape[1], different.shape[1]) + asking.shape[1] + answer.shape[1]
+        check_reach(f"question {question.question!r}", longest, models)
     if choices and len(choices) < shots + 2:
         raise KVTransferError(
             f"Got {len(choices)} questions of several options, and {shots} of them are to be shown; expected two or "
             "more beside those, so that there is a different document to each."
         )
+    shown = "".join(f"{shot.answered()}\n\n" for shot in choices[:shots])
+    put = choices[shots:]
+    turns = list(zip(put, [*put[1:], *put[:1]], strict=True))
+    for choice, following in turns:
+        context, different, options_ids = encode_choice(choice, following, tokenizer, shown)
+        longest = max(context.shape[1], different.shape[1]) + max(map(len, options_ids))
+        check_reach(f"question {choice.question!r}", longest, models)
     if statistics is not None:
         statistics = _statistics_of_pair(statistics, source, target, tokenizer)
     named = dict(data or {})
@@ -181,9 +201,6 @@ def evaluate_mapper(
         found = work.results("Questions", pairs, lambda pair: asked(work.conditions, pair[0], pair[1], tokenizer))
         measures += question_measures(found, questions, **options)
     if choices:
-        shown = "".join(f"{shot.answered()}\n\n" for shot in choices[:shots])
-        put = choices[shots:]
-        turns = list(zip(put, [*put[1:], put[0]], strict=True))
         found = work.results("Choices", turns, lambda pair: chosen(work.conditions, pair[0], pair[1], tokenizer, shown))
         measures += choice_measures(found, put, **options)
     layers_r2, split = _layers_r2(statistics)
@@ -217,6 +234,12 @@ def evaluate_mapper(
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
     )
+
+
+def _check_askable(given: Iterable[Question | Choice]) -> None:
+    for one in given:
+        if problem := one.problem():
+            raise KVTransferError(f"A question can't be asked ({problem}). Correct it, or leave it out: {one!r}.")
 
 
 class _Work:
