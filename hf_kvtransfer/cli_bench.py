@@ -19,8 +19,8 @@ from .cli_options import (
 )
 
 
-_MOST_THREADS = 4096
-"""More than any machine has; far more of them bring the process down."""
+_MOST_THREADS = 1024
+"""As many as large machines have; far more of them bring the process down."""
 
 
 def bench(
