@@ -266,12 +266,14 @@ def _is_readable(gap: Any) -> bool:
     """Whether a gap recovered is a figure in its interval, or has no interval; anything else is no evidence."""
     if not isinstance(gap, dict):
         return gap is None
-    value, low, high = (gap.get(end) for end in _ENDS)
+    ends: list[Any] = [gap.get(end) for end in _ENDS]
+    value, low, high = ends
     if low is None and high is None:
         return value is None or _is_number(value)
-    # Figures of equal values differ by what was rounded.
-    slack = 1e-6 * max(1.0, abs(value)) if _is_number(value) else 0.0
-    return all(map(_is_number, (value, low, high))) and low - slack <= value <= high + slack and low <= high
+    if not all(map(_is_number, ends)):
+        return False
+    slack = 1e-6 * max(1.0, abs(value))  # figures of equal values differ by what was rounded
+    return bool(low - slack <= value <= high + slack and low <= high)
 
 
 def _check_minimum(minimum: Any) -> None:
