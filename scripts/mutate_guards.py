@@ -50,6 +50,7 @@ TESTS = {
     "report/report": ["test_report.py", "test_report_files.py"],
     "report/figures": ["test_report_files.py"],
     "evaluation/inputs": ["test_evaluate.py::TestInputs"],
+    "evaluation/checks": ["test_evaluate.py::TestInputs", "test_choices.py"],
     "evaluation/journal": ["test_evaluate.py::TestResuming"],
     "evaluation/intervals": ["test_intervals.py"],
     "evaluation/choices": ["test_choices.py"],
