@@ -53,11 +53,16 @@ def rows(family_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def fitted(pair, family_tokenizer):
-    """A mapper in closed form."""
+def solved(pair, family_tokenizer):
     return KVMapper.fit(
         *pair, texts(), tokenizer=family_tokenizer, preset="heo2026", k=2, sequence_length=64, num_sequences=24
     )
+
+
+@pytest.fixture
+def fitted(solved):
+    """A mapper in closed form, to be trained."""
+    return copy.deepcopy(solved)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def describe_source(source: Any) -> str:
             is_file = False
         if is_file:
             return path.name
-        return f"{source} ({DEFAULT_CONFIG})" if source == DEFAULT_DATASET else source
+        return f"{source} ({DEFAULT_CONFIG})" if source == DEFAULT_DATASET else str(source)
     builder = getattr(getattr(source, "info", None), "dataset_name", None)
     if builder:
         return str(builder)
