@@ -140,8 +140,8 @@ def fit(
         print(in_use(mapper.config))
         if not mapper.config.anchor_layers:
             print(
-                "Look-ups into the context may be lost without layers of the target's own, whatever R² says: measure them "
-                "with `hf-kvtransfer evaluate --questions`, or fit with `--anchor-layers 1`."
+                "Look-ups into the context may be lost without layers of the target's own, whatever R² says: measure "
+                "them with `hf-kvtransfer evaluate --questions`, or fit with `--anchor-layers 1`."
             )
 
 
