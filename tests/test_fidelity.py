@@ -76,7 +76,7 @@ def test_worse_maps_are_worse_in_everything(identity, family_model, family_token
 def test_the_figures_are_those_of_a_literal_computation(identity, family_model, family_tokenizer, text):
     """All chunks at once, attention written out, nothing streamed."""
     model, mapper = family_model("small"), disturbed(identity, 0.05)
-    found = measure_fidelity(by(mapper, model), model, text, family_tokenizer, queries=1000, **SIZES)
+    found = measure_fidelity(by(mapper, model), model, text, family_tokenizer, queries=PREFIX, **SIZES)
     length = PREFIX + SCORED
     ids = family_tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     chunks = ids[:, : CHUNKS * length].view(CHUNKS, length)
