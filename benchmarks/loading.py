@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.tables import table
 
-from .convert import Case, subject
+from .convert import Case, measure, subject
 
 
 BARS = {"import": 0.3, "loading": 1.3}
@@ -49,13 +49,7 @@ def loading(case: Case, trials: int, clock: Callable[[], float]) -> dict[str, An
             "mapper": lambda: [p.sum() for p in KVMapper.from_pretrained(folder, min_gap_recovered=False).parameters()],
             "file": lambda: [tensor.sum() for tensor in load_file(file).values()],
         }
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for trial in range(trials + 1):
-            for name, run in runs.items():
-                begin = clock()
-                run()
-                if trial:  # the first warms up
-                    times[name].append(clock() - begin)
+        times = measure(runs, trials, clock)
         size = file.stat().st_size
     ratio = statistics.median(one / other for one, other in zip(times["mapper"], times["file"], strict=True))
     medians = {name: statistics.median(found) for name, found in times.items()}

@@ -13,11 +13,11 @@ from hf_kvtransfer import KVMapper
 from hf_kvtransfer.calibration import CalibrationStatistics, collect
 from hf_kvtransfer.evaluation import (
     Condition,
+    SharedPrefill,
     answer_choices,
     answer_questions,
     conditions,
     measure_fidelity,
-    prefill,
     prefix_nll,
     random_mapper,
 )
@@ -30,26 +30,6 @@ from .training import trained
 
 # With few tokens after the context: what is predicted there is measured by the readings.
 _FIDELITY_SCORED = 8
-
-
-class SharedPrefill:
-    """
-    The source's cache of a context, made once for all recipes that convert it.
-
-    Args:
-        source (`PreTrainedModel`): the model that reads.
-    """
-
-    def __init__(self, source: nn.Module) -> None:
-        self._source = source
-        self._held: dict[bytes, Any] = {}
-
-    def __call__(self, ids: Tensor) -> Any:
-        key = ids.numpy().tobytes()
-        if key not in self._held:
-            # This document and the next, which is "a different document" to this one.
-            self._held = {**dict(list(self._held.items())[-1:]), key: prefill(self._source, ids)}
-        return self._held[key]
 
 
 def load(pair: Pair) -> tuple[nn.Module, nn.Module, Any]:

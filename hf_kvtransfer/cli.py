@@ -80,7 +80,7 @@ def generate(
     """Let the source read a prompt and the target go on from the converted cache."""
     from .comparison import compare_generations
     from .explanation import in_use
-    from .loading import load_model, load_tokenizer
+    from .loading import load_pair, load_tokenizer
     from .mapper import KVMapper
     from .tables import table
 
@@ -95,10 +95,8 @@ def generate(
         text = sys.stdin.read() if prompt is None else prompt
         loaded = KVMapper.from_pretrained(mapper, revision=mapper_revision or "main")
         tokenizer = load_tokenizer(source, revision=source_revision, trust_remote_code=trust_remote_code)
-        reader, writer = (
-            load_model(name, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            for name, revision in ((source, source_revision), (target, target_revision))
-        )
+        pair = (source, source_revision), (target, target_revision)
+        reader, writer = load_pair(*pair, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         results = compare_generations(
             reader,
             writer,

@@ -55,7 +55,7 @@ def bench(
     import torch
 
     from .latency import measure_latency
-    from .loading import load_config, load_model
+    from .loading import load_config, load_pair
     from .mapper import KVMapper
 
     with typed_errors():
@@ -77,10 +77,8 @@ def bench(
             models, used = _random_pair(configs, tokens, given, recipe, computed_in, on)
         else:
             used = KVMapper.from_pretrained(mapper, revision=mapper_revision or "main", dtype=computed_in).to(on)
-            models = [
-                load_model(name, revision=revision, dtype=dtype, device=str(on), trust_remote_code=trust_remote_code)
-                for name, revision in ((source, source_revision), (target, target_revision))
-            ]
+            pair = (source, source_revision), (target, target_revision)
+            models = load_pair(*pair, dtype=dtype, device=str(on), trust_remote_code=trust_remote_code)
         rows = measure_latency(models[0], models[1], used, tokens, batch_size=batch_size, trials=trials, memory=memory)
         if json_file is not None:
             json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -69,7 +69,7 @@ def evaluate(
     from .evaluation.inputs import Sizes
     from .evaluation.questions import first_of_each_kind
     from .latency import measure_latency
-    from .loading import load_model, load_tokenizer
+    from .loading import load_pair, load_tokenizer
     from .mapper import KVMapper
     from .report import write_report
 
@@ -88,10 +88,8 @@ def evaluate(
             names["split"] = data_split
         names |= {name: path.name for name, path in (("questions", questions), ("choices", choices)) if path}
         tokenizer = load_tokenizer(source, revision=source_revision, trust_remote_code=trust_remote_code)
-        reader, writer = (
-            load_model(name, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            for name, revision in ((source, source_revision), (target, target_revision))
-        )
+        pair = (source, source_revision), (target, target_revision)
+        reader, writer = load_pair(*pair, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         loaded = loaded.to(next(writer.parameters()).device)
         made = evaluate_mapper(
             reader,

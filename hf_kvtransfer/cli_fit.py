@@ -75,7 +75,7 @@ def fit(
 
     from .calibration.processes import launched
     from .explanation import explanation, in_use
-    from .loading import load_model, load_tokenizer
+    from .loading import load_pair, load_tokenizer
     from .mapper import KVMapper
     from .saving import check_writable
 
@@ -86,10 +86,8 @@ def fit(
             raise typer.BadParameter(f"{save_dtype!r} is not a floating-point dtype of 16 bits or more.")
         saved_as = getattr(torch, save_dtype)
         tokenizer = load_tokenizer(source, revision=source_revision, trust_remote_code=trust_remote_code)
-        reader, writer = (
-            load_model(name, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            for name, revision in ((source, source_revision), (target, target_revision))
-        )
+        pair = (source, source_revision), (target, target_revision)
+        reader, writer = load_pair(*pair, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         optional: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
         mapper = KVMapper.fit(
             reader,

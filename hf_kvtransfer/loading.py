@@ -73,6 +73,18 @@ def load_model(
     return result
 
 
+def load_pair(source: tuple[str, str | None], target: tuple[str, str | None], **options: Any) -> list[nn.Module]:
+    """
+    Both models of a pair.
+
+    Args:
+        source (`tuple[str, str | None]`): name and revision of the model that reads.
+        target (`tuple[str, str | None]`): of the model that goes on.
+        **options: `dtype`, `device` and `trust_remote_code` of both, as in [`load_model`].
+    """
+    return [load_model(name, revision=revision, **options) for name, revision in (source, target)]
+
+
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """
     The tokenizer of a checkpoint, from a folder or the Hub.

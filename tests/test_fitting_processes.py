@@ -3,7 +3,6 @@ way."""
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from hf_kvtransfer.calibration import CalibrationStatistics, FeatureLayout, coll
 from hf_kvtransfer.calibration.processes import Shard
 from hf_kvtransfer.errors import CalibrationError
 
+from .processes import free_port, run_two
 from .test_recipes import tensors_of
 
 
@@ -47,12 +47,6 @@ def gather(folder=None, **changes):
     return collect(*load(), TEXTS, layout=LAYOUT, checkpoint_dir=folder, **{**SETTINGS, **WISHES, **changes})
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def assert_same(one, two):
     assert one.tokens == two.tokens
     assert one.calibration == two.calibration
@@ -69,28 +63,7 @@ def shared(tmp_path_factory):
     """What two processes made, and printed: see the end of this file."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "text.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "WORLD_SIZE": "2",
-    }
-    second = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.test_fitting_processes", str(folder), second],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    outputs = run_two("tests.test_fitting_processes", str(folder), free_port())
     return folder, outputs
 
 

@@ -1,13 +1,12 @@
 """Two processes that share a batch train the mapper that one process with the whole batch does."""
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from .processes import run_two
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,30 +52,7 @@ def run(folder, batch_size):
 
 def test_two_processes_are_one(tmp_path):
     mapper, measured, history = run(tmp_path / "one", batch_size=4)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.test_training_ddp", str(tmp_path / "two")],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_two("tests.test_training_ddp", str(tmp_path / "two"))
 
     from hf_kvtransfer import KVMapper
 
