@@ -237,7 +237,8 @@ def solve_selected(
             "the context. Ask for one with `anchor_layers=1`, allow a higher `max_cost`, and measure look-ups."
         )
     supports, lambdas = supports_of(picked, depth)
-    solution = solve_ridge(statistics, supports, lambdas, torch.float32, anchor_depth=_depth_read(anchor, depth))
+    read_at = _depth_read(anchor, depth)
+    solution = solve_ridge(statistics, supports, lambdas, torch.float32, anchor_depth=read_at)
     selection = {
         "criterion": "held-out attention-output error",
         "max_cost": max_cost,
@@ -251,7 +252,6 @@ def solve_selected(
         ],
     }
     one = set(lambdas.values())
-    read_at = _depth_read(anchor, depth)
     constants = {
         (layer, kind): scorer.first_token(
             (layer, kind),

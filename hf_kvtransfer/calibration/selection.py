@@ -149,8 +149,15 @@ class AttentionScorer:
         Args:
             key, support, weight, bias, anchor_depth: as in [`~AttentionScorer.error`].
         """
+        if not self._maps_first:
+            return None
         content = self.predict(key, support, weight, bias, anchor_depth).to(self._device)
         return None if self._first_by_others(key, content) is None else self._first(key).mean(0)
+
+    @property
+    def _maps_first(self) -> bool:
+        """Whether maps make the first token, and there are other sequences to tell what it is elsewhere."""
+        return not self._exact_prefix and self._sample.sequences > 1
 
     def _first(self, key: Key) -> torch.Tensor:
         content = self._native_content(key[0])[KINDS.index(key[1])]
@@ -161,10 +168,9 @@ class AttentionScorer:
         The first token of each sequence as the mean over the others has it, `[sequences, target width]`, if that is
         nearer than what a map has made of all tokens.
         """
-        sequences = self._sample.sequences
-        if self._exact_prefix or sequences < 2:
+        if not self._maps_first:
             return None
-        first = self._first(key)
+        sequences, first = self._sample.sequences, self._first(key)
         others = (first.sum(0) - first) / (sequences - 1)
         mapped = content.view(sequences, self._sample.tokens, -1)[:, 0].to(first)
         return others if (others - first).square().sum() < (mapped - first).square().sum() else None
