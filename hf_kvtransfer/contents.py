@@ -12,7 +12,7 @@ from .features import KINDS
 from .packing import Columns, Packing
 from .placement import Placed, place_of
 from .positions import Positions
-from .reading import ContentReader, with_first
+from .reading import ContentReader, first_tokens, with_first
 from .source import SourceCache
 
 
@@ -68,6 +68,7 @@ class ContentMaker:
     def __init__(self, mapper: "KVMapper", source: SourceCache, positions: Positions) -> None:
         self._codec, self._source, self._positions = mapper.codec("source"), source, positions
         self.packing, cache = mapper.packing(), source.keys[0].device
+        self._first = first_tokens(positions) if mapper.config.first_token else None
         self._maps: list[tuple[int, Columns, Placed, Tensor | None]] = []
         for index, layer in enumerate(mapper.layers):
             for kind in KINDS if index in self.packing.mapped else ():
@@ -107,7 +108,7 @@ class ContentMaker:
                 content = flat.view(batch, stop - start, layer.kv_heads, layer.head_dim).transpose(1, 2)
             else:
                 content = flat.view(layer.kv_heads, batch, stop - start, layer.head_dim).transpose(0, 1)
-            made.append(content if constant is None else with_first(content, constant, self._positions, start))
+            made.append(content if constant is None else with_first(content, constant, self._first, start))
             if len(made) == len(KINDS):
                 yield index, made[0], made[1]
                 made = []

@@ -128,22 +128,30 @@ class ContentReader:
             out.copy_(states)
 
 
-def with_first(content: Tensor, constant: Tensor, positions: Positions, start: int) -> Tensor:
+def first_tokens(positions: Positions) -> Tensor | None:
+    """`[batch, tokens]`: which token is the first of its row's text; `None` without padding, where it is the first."""
+    if positions.mask is None:
+        return None
+    real = positions.mask != 0
+    first: Tensor = real & (real.cumsum(-1) == 1)
+    return first
+
+
+def with_first(content: Tensor, constant: Tensor, first: Tensor | None, start: int) -> Tensor:
     """
     Content with a constant in place of the first token of each row's text, where that is among its tokens.
 
     Args:
         content (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`): may be written to.
         constant (`torch.Tensor` of shape `[kv_heads · head_dim]`): what it is.
-        positions ([`Positions`]): of the whole context.
+        first (`torch.Tensor` of shape `[batch, ≥ start + tokens]`, *optional*): from [`first_tokens`].
         start (`int`): the first token of the content.
     """
     _, heads, tokens, head_dim = content.shape
     made = constant.to(content.dtype).view(1, heads, 1, head_dim)
-    if positions.mask is not None:
-        real = positions.mask != 0
-        first = (real & (real.cumsum(-1) == 1))[:, start : start + tokens]
-        return torch.where(first.to(content.device)[:, None, :, None], made, content)
+    if first is not None:
+        here = first[:, start : start + tokens].to(content.device)
+        return torch.where(here[:, None, :, None], made, content)
     if start == 0:
         content[:, :, :1] = made
     return content

@@ -1,6 +1,7 @@
 """`LinearMap`, the affine map of the published closed forms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,25 +58,20 @@ class LinearMap(MapForm):
             whole = self.prepared([self.in_features])
             return lambda pieces: whole([torch.cat(list(pieces), dim=-1)])
         first, *others = [part.mT for part in self.weight.split(list(widths), dim=-1)]
+        product: Any
+        add: Any
         if self.weight.dim() == 3:
-            bias = self.bias.view(self.heads, 1, -1)
+            bias, product, add = self.bias.view(self.heads, 1, -1), torch.baddbmm, Tensor.baddbmm_
+        else:
+            bias, product, add = self.bias, torch.addmm, Tensor.addmm_
 
-            def grouped(pieces: Sequence[Tensor]) -> Tensor:
-                made = torch.baddbmm(bias, pieces[0], first)
-                for piece, weight in zip(pieces[1:], others, strict=True):
-                    made.baddbmm_(piece, weight)
-                return made
-
-            return grouped
-        plain_bias = self.bias
-
-        def plain(pieces: Sequence[Tensor]) -> Tensor:
-            made = torch.addmm(plain_bias, pieces[0], first)
+        def summed(pieces: Sequence[Tensor]) -> Tensor:
+            made = product(bias, pieces[0], first)
             for piece, weight in zip(pieces[1:], others, strict=True):
-                made.addmm_(piece, weight)
+                add(made, piece, weight)
             return made
 
-        return plain
+        return summed
 
     def forward(self, features: Tensor) -> Tensor:
         return affine(features, self.weight, self.bias, self.heads)
