@@ -40,6 +40,16 @@ def test_the_program_of_the_harness_knows_the_model_once_a_task_is_named_by_its_
     assert "|kvtransfer_stories_mc|" in result.stdout
 
 
+def test_registering_ours_keeps_the_models_of_the_harness():
+    """In a process of its own: the harness fills its registry once, when nothing is in it."""
+    code = (
+        "from hf_kvtransfer.harness import register; register();"
+        "from lm_eval.api.registry import model_registry as known; print('hf' in known, 'hf_kvtransfer' in known)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+
+
 def test_our_program_hands_every_argument_over(monkeypatch):
     handed = []
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: handed.append(sys.argv[1:]))

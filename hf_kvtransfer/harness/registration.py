@@ -24,6 +24,8 @@ def register() -> None:
         [`KVTransferError`]: if lm-evaluation-harness is not installed.
     """
     try:
+        # The harness adds its own only to a registry that is empty.
+        import lm_eval.models  # noqa: F401
         from lm_eval.api.registry import model_registry
     except ImportError as error:
         raise KVTransferError(
